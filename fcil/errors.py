@@ -1,0 +1,16 @@
+"""What a user can mend, said in one sentence."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class UserError(Exception):
+    """Something the user can mend; the text says what is wrong and what is allowed."""
+
+
+def unknown(kind: str, name: str, allowed: Iterable[str]) -> UserError:
+    """Return the error for a wrong `name`, with the nearest right one first."""
+    names = list(allowed)
+    near = get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return UserError(f"there is no {kind} {name!r}; {hint}allowed: {', '.join(names)}")

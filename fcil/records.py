@@ -1,0 +1,95 @@
+"""Records: dataclasses of tensors and numbers, and nothing else.
+
+A message is a record that travels; a memory is a record that stays on its client; a server's state is a record, too.
+One flatten/unflatten pair therefore serves the network, the disk and the ledger.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fcil.errors import UserError
+
+T = TypeVar("T")
+Weights = dict[str, Tensor]  # a state_dict
+ByClass = dict[int, Tensor]  # one tensor per class
+
+NUMBERS = {int: torch.int64, float: torch.float64, bool: torch.bool}
+
+
+@dataclass_transform()
+def record(cls: type[T]) -> type[T]:
+    """Make `cls` a dataclass that can be sent, stored and weighed."""
+    for name, kind in get_type_hints(cls).items():
+        if kind is not Tensor and kind not in NUMBERS and kind not in (Weights, ByClass):
+            raise TypeError(f"{cls.__name__}.{name}: a record holds tensors, dicts of tensors and numbers, not {kind}")
+    return dataclass(cls)
+
+
+@record
+class Done:
+    """The empty reply."""
+
+
+def flatten(rec: Any) -> Weights:
+    """Return one flat dict, e.g. {"weights/conv1.weight": ..., "count": tensor(500)}."""
+    flat: Weights = {}
+    for field in fields(rec):
+        value = getattr(rec, field.name)
+        if isinstance(value, dict):
+            flat |= {f"{field.name}/{key}": tensor for key, tensor in value.items()}
+        elif isinstance(value, Tensor):
+            flat[field.name] = value
+        else:
+            flat[field.name] = torch.tensor(value, dtype=NUMBERS[type(value)])
+    return flat
+
+
+def unflatten(cls: type[T], flat: Mapping[str, Tensor]) -> T:
+    """Invert `flatten`, guided by the annotations of `cls`."""
+    values: dict[str, Any] = {}
+    for name, kind in get_type_hints(cls).items():
+        if get_origin(kind) is dict:
+            key, prefix = get_args(kind)[0], name + "/"
+            values[name] = {key(k.removeprefix(prefix)): v for k, v in flat.items() if k.startswith(prefix)}
+        else:
+            values[name] = flat[name] if kind is Tensor else kind(flat[name].item())
+    return cls(**values)
+
+
+def size_in_bytes(rec: Any) -> int:
+    """Return what this record weighs on the wire or on the client's disk."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in flatten(rec).values())
+
+
+def write_tensors(path: Path, flat: Mapping[str, Tensor], facts: Mapping[str, str] | None = None) -> None:
+    """Write tensors to `path` as safetensors: whole and synced, or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        # safetensors refuses tensors that share storage; a copy of each is what a file holds anyway
+        save_file({k: v.detach().cpu().contiguous().clone() for k, v in flat.items()}, partial, dict(facts or {}))
+        with partial.open("rb+") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except SafetensorError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(f"cannot write {path}: {error}") from error
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def read_tensors(path: Path) -> tuple[Weights, dict[str, str]]:
+    """Return the tensors of a safetensors file and the facts written beside them."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is not a readable safetensors file ({error})") from error
