@@ -38,6 +38,19 @@ class Done:
     """The empty reply."""
 
 
+@record
+class Nothing:
+    """The memory of a method that keeps none."""
+
+
+@record
+class Update:
+    """A locally trained network."""
+
+    weights: Weights
+    count: int  # images trained on; 0 when there were none, and then the weights are left out of any mean
+
+
 def flatten(rec: Any) -> Weights:
     """Return one flat dict, e.g. {"weights/conv1.weight": ..., "count": tensor(500)}."""
     flat: Weights = {}

@@ -1,0 +1,265 @@
+"""A run from beginning to end: builds what the plan names, drives the loop, writes the run folder.
+
+The folder holds config.toml, ledger.jsonl, checkpoint/, and at the end model.safetensors and result.json. What is in it is
+never half-written, so a run killed at any moment goes on from its last checkpoint and ends as if nothing had happened.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import torch
+
+from fcil.errors import UserError
+from fcil.federation.clients import Cursor, Door
+from fcil.federation.engine import Engine, seeded
+from fcil.federation.in_process import InProcess
+from fcil.federation.loop import Line, learn
+from fcil.federation.store import Checkpoints, write_text
+from fcil.method import Client, Method, Server, Setting
+from fcil.methods import DEFAULT, family, method
+from fcil.plan import FORMAT, Plan, plan
+from fcil.records import flatten, read_tensors, unflatten, write_tensors
+from fcil.results.ledger import Ledger, read, result_of, sha256
+from fcil.results.runs import read_result
+from fcil.scenario.scenario import Scenario
+
+
+def run(
+    name: str = DEFAULT,
+    benchmark: str = "digits",
+    protocol: str | None = None,
+    seed: int = 0,
+    settings: Mapping[str, Any] | None = None,
+    out: str | Path | None = None,
+    device: str = "auto",
+) -> dict[str, Any]:
+    """Run a method on a benchmark and return its result; an unfinished run of the same plan goes on where it stopped."""
+    made = plan(name, benchmark, protocol, seed, settings, command="fcil.run")
+    folder = Path(out) if out is not None else made.folder()
+    if not finished(folder, made):
+        for _ in execute(made, folder, device):
+            pass
+    return read_result(folder)
+
+
+def finished(folder: Path, wanted: Plan) -> bool:
+    """Tell whether `folder` holds a finished run of this plan; refuse a folder that holds something else."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return False
+    if not (folder / "config.toml").exists() and all(p.name.endswith(".partial") or p.name == "lock" for p in folder.iterdir()):
+        return False
+    if not Plan.read(folder).same_as(wanted):
+        raise UserError(f"{folder} holds another run ({Plan.read(folder).command}); choose a different --out, or remove it")
+    return (folder / "result.json").exists()
+
+
+def execute(wanted: Plan, folder: Path, device: str = "auto", every: float = 10.0) -> Iterator[Line]:
+    """Do a run, or what is left of it, in `folder`; yield the ledger's new lines as they are written."""
+    with _said_plainly(folder), _locked(folder):
+        if not (folder / "config.toml").exists():
+            write_text(folder / "config.toml", wanted.to_toml())
+        _reset_peak()
+        parts = assemble(wanted, device)
+        checkpoints = Checkpoints(folder / "checkpoint", every)
+        counts = _restore(parts, checkpoints)
+        path = folder / "ledger.jsonl"
+        with Ledger.open(path, counts if counts or path.exists() else None) as ledger:
+            if ledger.offset == 0:
+                ledger.append(_first_line(wanted, parts))
+            for line in learn(parts.scenario, parts.server, parts.door, parts.engine):
+                ledger.append(line)
+                if line["kind"] == "task" or (line["kind"] == "round" and checkpoints.due()):
+                    _save(parts, checkpoints, ledger)
+                yield line
+            checkpoints.wait()
+        _finish(wanted, parts, folder)
+
+
+@dataclass
+class Parts:
+    """What a run is made of."""
+
+    scenario: Scenario
+    setting: Setting
+    server: Server
+    engine: Engine
+    transport: InProcess
+    door: Door
+    method: Method
+
+
+def assemble(wanted: Plan, device: str = "auto", scenario: Scenario | None = None) -> Parts:
+    """Build scenario, method, engine and door of a plan."""
+    place = the_device(device)
+    scenario = scenario or Scenario(wanted.benchmark, wanted.seed, device=place)
+    setting = Setting(
+        scenario.capacity, scenario.shape, wanted.protocol, scenario.budget, wanted.benchmark.network, wanted.benchmark.augment
+    )
+    made = method(wanted.method)
+    with seeded(wanted.seed, "initial weights"):
+        server = made.server(wanted.config, setting)
+        engine = Engine(made, wanted.config, setting, place)
+    budget = None if family(wanted.method) == "bound" else scenario.budget
+    transport = InProcess(engine, scenario, made.memory, budget)
+    return Parts(scenario, setting, server, engine, transport, Door(transport, scenario, wanted.protocol, wanted.seed), made)
+
+
+def the_device(wanted: str) -> str:
+    """Return the device to compute on; `auto` takes a GPU if there is one."""
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device={wanted} is not allowed; device takes auto, cpu, cuda")
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("there is no usable CUDA device here; choose --device cpu or auto")
+    return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def classifier(folder: Path) -> tuple[Plan, Client, Any, list[str], tuple[int, int, int]]:
+    """Return from a finished run its plan, a client, the broadcast it classifies with, the class names and the image shape."""
+    wanted = Plan.read(folder)
+    if not (folder / "model.safetensors").exists():
+        raise UserError(f"{folder} has no model yet; finish it with: fcil run --resume {folder}")
+    flat, facts = read_tensors(folder / "model.safetensors")
+    shape = tuple(json.loads(facts["shape"]))
+    scenario_free = Setting(
+        json.loads(facts["capacity"]), shape, wanted.protocol, None, wanted.benchmark.network  # type: ignore[arg-type]
+    )
+    made = method(wanted.method)
+    client = made.client(wanted.config, scenario_free)
+    down = get_type_hints(made.server.broadcast)["return"]  # type: ignore[attr-defined]
+    return wanted, client, unflatten(down, flat), json.loads(facts["classes"]), shape
+
+
+def _restore(parts: Parts, checkpoints: Checkpoints) -> int:
+    """Put a run back to its last checkpoint and return how much of the ledger counts."""
+    saved = checkpoints.latest()
+    if saved is None:
+        return 0
+    facts = dict(saved.facts["cursor"])
+    facts["kept"] = {int(client): kept for client, kept in facts["kept"].items()}
+    parts.door.cursor = Cursor(**facts)
+    parts.server.state = unflatten(type(parts.server.state), saved.state)
+    memory = type(parts.method.memory())
+    for client, flat in saved.memories.items():
+        on_device = {name: tensor.to(parts.engine.device) for name, tensor in flat.items()}
+        parts.transport.memories[client] = unflatten(memory, on_device)
+    return int(saved.facts["ledger"])
+
+
+def _save(parts: Parts, checkpoints: Checkpoints, ledger: Ledger) -> None:
+    transport = parts.transport
+
+    def memories(everything: bool) -> dict[int, dict[str, torch.Tensor]]:
+        chosen = list(transport.memories) if everything else sorted(transport.changed)
+        transport.changed.clear()
+        return {client: flatten(transport.memories[client]) for client in chosen}
+
+    ledger.sync()
+    checkpoints.save({"cursor": asdict(parts.door.cursor), "ledger": ledger.offset}, flatten(parts.server.state), memories)
+
+
+def _first_line(wanted: Plan, parts: Parts) -> Line:
+    return {
+        "kind": "run", "format": FORMAT, "method": wanted.method, "benchmark": wanted.benchmark.name,
+        "protocol": wanted.protocol.name, "seed": wanted.seed, "settings": wanted.settings, "command": wanted.command,
+        "device": str(parts.engine.device), "partition": wanted.benchmark.partition, "classes": parts.scenario.class_names,
+        "memory_budget": parts.scenario.budget.per_client, "warnings": parts.scenario.warnings, "commit": _commit(),
+    }  # fmt: skip
+
+
+def _finish(wanted: Plan, parts: Parts, folder: Path) -> None:
+    """Write what a finished run leaves behind, the result last."""
+    facts = {
+        "classes": json.dumps(parts.scenario.class_names),
+        "shape": json.dumps(parts.scenario.shape),
+        "capacity": json.dumps(parts.setting.capacity),
+        "method": wanted.method,
+    }
+    write_tensors(folder / "model.safetensors", flatten(parts.server.broadcast()), facts)
+    result = {
+        "format": FORMAT,
+        "method": wanted.method,
+        "benchmark": wanted.benchmark.name,
+        "protocol": wanted.protocol.name,
+        "seed": wanted.seed,
+        "settings": wanted.settings,
+        **result_of(read(folder / "ledger.jsonl")),
+        "memory_budget": parts.scenario.budget.per_client,
+        "peak_memory_bytes": _peak(parts.engine.device),
+        "device": str(parts.engine.device),
+        "partition": wanted.benchmark.partition,
+        "commit": _commit(),
+        "command": wanted.command,
+        "ledger_sha256": sha256(folder / "ledger.jsonl"),
+    }
+    write_text(folder / "result.json", json.dumps(result, indent=1) + "\n")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Make sure that no other process writes this run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder} is being written by another process; wait for it, or choose a different --out") from None
+        yield
+
+
+@contextmanager
+def _said_plainly(folder: Path) -> Iterator[None]:
+    """Turn what the operating system refuses into a sentence."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left" in str(error)
+        why = "the disk is full" if full else (error.strerror or str(error))
+        again = f"; what was saved is whole, go on with: fcil run --resume {folder}" if full else "; choose a folder you can write"
+        raise UserError(f"cannot write to {folder}: {why}{again}") from error
+
+
+def _commit() -> str:
+    here = Path(__file__).parent
+    try:
+        head = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10)
+        state = subprocess.run(
+            ["git", "-C", here, "status", "--porcelain", "--", here], capture_output=True, text=True, check=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return head.stdout.strip() + ("-changed" if state.stdout.strip() else "")
+
+
+def _reset_peak() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # a sweep's runs share this process: each counts its own peak
+    except OSError:
+        pass
+
+
+def _peak(device: torch.device) -> int:
+    """Return the most memory that this run had: on the GPU where it ran there, else of the process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated())
+    try:
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+    except (OSError, IndexError, ValueError):
+        scale = 1 if sys.platform == "darwin" else 1024
+        return scale * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+__all__ = ["Parts", "assemble", "classifier", "execute", "finished", "run", "the_device"]
+assert os.name == "posix", "fcil runs on Linux and macOS"

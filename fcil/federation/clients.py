@@ -1,0 +1,146 @@
+"""The door: the one way between a server and its clients."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from fcil.federation.replies import Replies
+from fcil.method import Answered, Call, reply_type
+from fcil.records import size_in_bytes
+from fcil.scenario.benchmarks import Protocol as Training
+from fcil.scenario.scenario import Scenario
+from fcil.scenario.tasks import Task
+from fcil.seeds import seed_of
+
+
+class Transport(Protocol):
+    """What carries questions to clients and answers back: this process, or Flower."""
+
+    def begin(self, task: Task) -> None:
+        """Let the data of `task` arrive at every client."""
+
+    def deliver(
+        self, who: Sequence[int], handler: Callable[..., Any], message: Any, call: Call
+    ) -> Iterator[tuple[int, Answered[Any]]]:
+        """Yield (client, answer) in the order of `who`, as they come; those that do not answer are left out."""
+        ...
+
+
+@dataclass
+class Cursor:
+    """Where the run stands: with the server's state and the memories, all that a resumed run needs."""
+
+    task: int = 0
+    step: int = 0
+    once: list[str] = field(default_factory=list)  # parts of this task that are done
+    rounds: dict[str, int] = field(default_factory=dict)  # rounds done in this task, by stage
+    kept: dict[int, int] = field(default_factory=dict)  # bytes in each client's memory
+
+
+@dataclass
+class Tally:
+    """What passed the door since it was last looked at."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    down: int = 0
+    up: int = 0
+    clients: int = 0
+    lost: int = 0
+    losses: list[Any] = field(default_factory=list)
+
+    def loss(self) -> float | None:
+        """Return the mean training loss, or None if nobody trained."""
+        if not self.losses:
+            return None
+        return float(torch.stack([torch.as_tensor(x, dtype=torch.float64).cpu() for x in self.losses]).mean())
+
+
+class Door:
+    """`Clients` for a server: asks over a transport, seeds each answer, counts bytes, remembers how far it came."""
+
+    def __init__(
+        self, transport: Transport, scenario: Scenario, protocol: Training, seed: int, cursor: Cursor | None = None
+    ):
+        self.transport, self.scenario, self.protocol, self.seed = transport, scenario, protocol, seed
+        self.cursor = cursor or Cursor()
+        self.tally = Tally()
+        self.stage, self.round, self.of = "task", 0, 1
+        self._open: Replies[Any] | None = None
+
+    def begin(self, task: Task) -> None:
+        """Let the data of `task` arrive at every client."""
+        if task.index != self.cursor.task:
+            self.cursor.task, self.cursor.once, self.cursor.rounds = task.index, [], {}
+        self.task = task
+        self._started: set[str] = set()
+        self.scenario.begin(task)
+        self.transport.begin(task)
+
+    def sample(self) -> list[int]:
+        """Return the clients of this round, from the scenario's seeded schedule."""
+        return self.scenario.sample(self.task, self.stage, self.round)
+
+    def everyone(self) -> list[int]:
+        """Return all clients present."""
+        return self.scenario.present(self.task)
+
+    def once(self, name: str) -> bool:
+        """Tell whether this part of the task is still to be done, and book it as done."""
+        if name in self.cursor.once:
+            return False
+        self.cursor.once.append(name)
+        return True
+
+    def rounds(self, rounds: int = 0, stage: str = "train") -> Iterator[int]:
+        """Count communication rounds; a round counts as done when the server yields at its end."""
+        if stage in self._started:
+            raise RuntimeError(f"a task has two loops of rounds called {stage!r}; give the second its own stage name")
+        self._started.add(stage)
+        total = rounds or self.protocol.rounds
+        while (done := self.cursor.rounds.get(stage, 0)) < total:
+            self.stage, self.round, self.of = stage, done, total
+            self.cursor.rounds[stage] = done + 1
+            yield done
+        self.finish()
+        self.stage, self.round, self.of = "task", 0, 1
+
+    def ask(self, who: Sequence[int], handler: Callable[..., Any], message: Any) -> Replies[Any]:
+        """Send `message` to each client in `who`, run `handler` there, return the replies that come."""
+        if not getattr(handler, "is_remote", False):
+            raise TypeError(f"{handler.__qualname__} is not marked @remote, so no server may call it")
+        self.finish()
+        self.cursor.step += 1
+        call = Call(self.seed, self.task.index, self.cursor.step, self.round, self.of)
+        self._open = Replies(reply_type(handler), self._answers(list(who), handler, message, call), message, self.protocol)
+        return self._open
+
+    def finish(self) -> None:
+        """See the last question through, so that nothing is under way."""
+        if self._open is not None:
+            self._open.finish()
+            self._open = None
+
+    def _answers(self, who: list[int], handler: Callable[..., Any], message: Any, call: Call) -> Iterator[Any]:
+        reached = [c for c in who if not self._is_lost(c, call)]
+        self.tally.down += size_in_bytes(message) * len(who)
+        self.tally.clients += len(who)
+        self.tally.lost += len(who)
+        start = time.perf_counter()
+        for client, answered in self.transport.deliver(reached, handler, message, call):
+            self.tally.seconds[handler.__name__] += time.perf_counter() - start
+            self.tally.lost -= 1
+            self.tally.up += size_in_bytes(answered.reply)
+            self.cursor.kept[client] = answered.kept
+            if answered.images:
+                self.tally.losses.append(answered.loss)
+            yield answered.reply
+            start = time.perf_counter()
+        self.tally.seconds[handler.__name__] += time.perf_counter() - start
+
+    def _is_lost(self, client: int, call: Call) -> bool:
+        share = self.scenario.benchmark.lost
+        return share > 0 and seed_of(self.seed, "lost", client, call.step) / 2**63 < share

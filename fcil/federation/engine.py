@@ -1,0 +1,159 @@
+"""The engine: runs a client's answers, and its trainings, on this machine. Eager, one client at a time.
+
+An answer computes with one thread on the CPU and draws from generators seeded by (run, client, step), so its bits do not
+depend on where or beside whom it runs.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fcil.blocks.augment import augmented
+from fcil.blocks.training import weights_of
+from fcil.method import Answered, Batch, Call, Fit, Method, Pool, Setting, Trained
+from fcil.records import flatten, size_in_bytes, unflatten
+from fcil.scenario.benchmarks import Protocol
+from fcil.scenario.tasks import LocalData
+from fcil.seeds import seed_of
+
+
+class Engine:
+    """One slot: a client object, its scratch networks, and a device."""
+
+    def __init__(self, method: Method, config: Any, setting: Setting, device: str = "cpu"):
+        self.setting, self.device = setting, torch.device(device)
+        if self.device.type == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+        self.client = method.client(config, setting)
+        self.nets = {name: net.to(self.device) for name, net in self.client.networks().items()}
+
+    def receive(self, message: Any) -> Any:
+        """Bring a message onto the device; on the CPU it is passed on as it is."""
+        if self.device.type == "cpu":
+            return message
+        return unflatten(type(message), {name: tensor.to(self.device) for name, tensor in flatten(message).items()})
+
+    def answer(
+        self, who: int, handler: Callable[..., Any], memory: Any, data: LocalData, message: Any, call: Call
+    ) -> Answered[Any]:
+        """Run one answer; where it trains, do what it describes."""
+        start, images, losses = time.perf_counter(), 0, []
+        generator = torch.Generator(self.device).manual_seed(seed_of(call.seed, who, call.step))
+        data = replace(data, generator=generator, cache_seed=seed_of(call.seed, who, "cache", call.task))
+        with threads(1), seeded(call.seed, who, call.step, "stray"):
+            reply = handler(self.client, memory, data, message)
+            if isinstance(reply, Generator):
+                try:
+                    fit = next(reply)
+                    while True:
+                        trained = self.fit(fit, call, generator)
+                        images, losses = images + trained.count, [*losses, trained.loss]
+                        fit = reply.send(trained)
+                except StopIteration as end:
+                    reply = end.value
+        loss = losses[-1] if losses else float("nan")
+        return Answered(reply, size_in_bytes(memory), time.perf_counter() - start, loss, images)
+
+    def fit(self, fit: Fit, call: Call, generator: torch.Generator) -> Trained:
+        """Do a local training."""
+        protocol = self.setting.protocol
+        for name, weights in fit.load.items():
+            self.nets[name].load_state_dict(weights)
+        parameters = self._thaw(fit.trains)
+        trains = {path.split(".")[0]: self.nets[path.split(".")[0]] for path in fit.trains}
+        if len(fit.pool) == 0:
+            return Trained({n: weights_of(net) for n, net in trains.items()}, 0, torch.tensor(float("nan")))
+        batch_size = fit.batch_size or protocol.batch_size
+        steps = fit.steps or protocol.steps or math.ceil(protocol.epochs * len(fit.pool) / batch_size)
+        optimizer = torch.optim.SGD(
+            parameters,
+            lr=fit.lr,
+            momentum=protocol.momentum if fit.momentum is None else fit.momentum,
+            weight_decay=protocol.weight_decay if fit.weight_decay is None else fit.weight_decay,
+            fused=True,
+        )
+        total = torch.zeros((), device=self.device)
+        batches = self._batches(fit, steps, batch_size, generator)
+        for step, batch in enumerate(batches):
+            optimizer.param_groups[0]["lr"] = fit.lr * rate(protocol, (call.round + step / steps) / call.rounds)
+            optimizer.zero_grad()
+            loss = fit.loss(self.nets, batch, fit.given)
+            loss.backward()  # type: ignore[no-untyped-call]
+            if protocol.clip:
+                nn.utils.clip_grad_norm_(parameters, protocol.clip)
+            optimizer.step()
+            total += loss.detach()
+        return Trained({n: weights_of(net) for n, net in trains.items()}, len(fit.pool), total / steps)
+
+    def classify(self, message: Any, images: Tensor, batch_size: int = 500) -> Tensor:
+        """Return the class of each image, from the broadcast alone, with all cores."""
+        message = self.receive(message)
+        with threads(os.cpu_count() or 1), torch.inference_mode():
+            parts = [self.client.predict(message, part.to(self.device)).argmax(1) for part in images.split(batch_size)]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=self.device)
+
+    def _thaw(self, trains: tuple[str, ...]) -> list[nn.Parameter]:
+        for net in self.nets.values():
+            net.eval().requires_grad_(False)
+        parts = [self.nets[name].get_submodule(rest) for name, _, rest in (path.partition(".") for path in trains)]
+        for part in parts:
+            part.train().requires_grad_(True)
+        return [p for part in parts for p in part.parameters()]
+
+    def _batches(self, fit: Fit, steps: int, batch_size: int, generator: torch.Generator) -> Iterator[Batch]:
+        pools = {"": fit.pool, **{name: pool for name, pool in fit.beside.items() if len(pool)}}
+        tables = {name: order(len(pool), steps * batch_size, generator) for name, pool in pools.items()}
+        for step in range(steps):
+            drawn = {
+                name: self._batch(pool, tables[name][step * batch_size : (step + 1) * batch_size], generator)
+                for name, pool in pools.items()
+            }
+            yield replace(drawn.pop(""), beside=drawn)
+
+    def _batch(self, pool: Pool, index: Tensor, generator: torch.Generator) -> Batch:
+        images = pool.images[index]
+        if images.dtype == torch.uint8:
+            images = images.to(torch.get_default_dtype()) / 255
+        if pool.augment and images.ndim == 4:
+            images = augmented(images, self.setting.augment, generator)
+        return Batch(images, pool.labels[index], generator)
+
+
+def order(count: int, length: int, generator: torch.Generator) -> Tensor:
+    """Return `length` indices below `count`: one shuffled pass after the other, so that no batch is ever partial."""
+    passes = -(-length // count)
+    return torch.rand(passes, count, generator=generator, device=generator.device).argsort(1).flatten()[:length]
+
+
+def rate(protocol: Protocol, progress: float) -> float:
+    """Return the factor of the learning rate when the share `progress` of a task's rounds is done."""
+    if protocol.schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    return float(0.1**progress) if protocol.schedule == "exponential" else 1.0
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Compute with `count` threads inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def seeded(*key: int | str) -> Iterator[None]:
+    """Seed what draws from the global generator, such as initial weights or dropout, and leave it as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_of(*key))
+        yield

@@ -1,0 +1,138 @@
+"""Replies, averaged while they come in.
+
+Answers are computed when they are first looked at (at the latest when the next question is asked), so that an average over
+many clients holds one reply at a time. The order is that of the clients asked: sums are the same to the bit everywhere.
+"""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any, Generic, TypeVar, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
+
+from fcil.errors import UserError
+from fcil.records import Weights, flatten
+from fcil.scenario.benchmarks import Protocol
+
+Up = TypeVar("Up")
+
+
+class Replies(Generic[Up]):
+    """The answers to one question. A reply whose `count` is 0 had no images: it is left out of means and sums."""
+
+    def __init__(self, kind: type[Up], stream: Iterator[Up], sent: Any, protocol: Protocol):
+        self._kind, self._stream, self._sent, self._protocol = kind, stream, sent, protocol
+        self._held: list[Up] | None = None
+        self._folded: Folded | None = None
+
+    def __iter__(self) -> Iterator[Up]:
+        """Yield single replies; they are all held in memory from then on."""
+        return iter(self._hold())
+
+    def __len__(self) -> int:
+        """Count the replies that came."""
+        return self._folded.replies if self._folded else len(self._hold())
+
+    def mean(self, field: str) -> Any:
+        """Average one field over the replies; if nobody answered, what was sent stands."""
+        if self._protocol.aggregate != "mean":
+            return self._rebuilt(field, _robust(self._of(field), self._protocol) or self._as_sent(field))
+        folded = self._fold()
+        found = {n: t for n, t in folded.means().items() if n == field or n.startswith(field + "/")}
+        return self._rebuilt(field, found or self._as_sent(field))
+
+    def sum(self, field: str) -> Any:
+        """Add one field up over the replies; None if nobody answered."""
+        sums = self._fold().sums
+        found = {n: t for n, t in sums.items() if n == field or n.startswith(field + "/")}
+        return self._rebuilt(field, found) if found else None
+
+    def finish(self) -> None:
+        """Let every client answer that has not been looked at yet."""
+        if self._folded is None:
+            self._hold()
+
+    def _hold(self) -> list[Up]:
+        if self._held is None:
+            if self._folded is not None:
+                raise RuntimeError("these replies were averaged as they came; iterate over them before calling mean or sum")
+            self._held = list(self._stream)
+        return self._held
+
+    def _fold(self) -> "Folded":
+        if self._folded is None:
+            self._folded = Folded(self._protocol.weighting)
+            for reply in self._stream if self._held is None else self._held:
+                self._folded.add(flatten(reply), getattr(reply, "count", None))
+        return self._folded
+
+    def _of(self, field: str) -> list[Weights]:
+        counted = [r for r in self._hold() if getattr(r, "count", 1) != 0]
+        return [{n: t for n, t in flatten(r).items() if n == field or n.startswith(field + "/")} for r in counted]
+
+    def _as_sent(self, field: str) -> Weights:
+        if field not in {f.name for f in fields(self._sent)}:
+            raise UserError(f"no client answered, so there is no mean of {field!r}; ask more clients or lower `lost`")
+        value = getattr(self._sent, field)
+        return {f"{field}/{k}": v for k, v in value.items()} if isinstance(value, dict) else {field: torch.as_tensor(value)}
+
+    def _rebuilt(self, field: str, flat: Weights) -> Any:
+        kind = get_type_hints(self._kind)[field]
+        if get_origin(kind) is dict:
+            key = int if kind == dict[int, Tensor] else str
+            return {key(name.removeprefix(field + "/")): tensor for name, tensor in flat.items()}
+        return flat[field] if kind is Tensor else flat[field].item()
+
+
+class Folded:
+    """Running sums of every tensor of the replies, by flat name."""
+
+    def __init__(self, weighting: str):
+        self.by_samples = weighting == "samples"
+        self.replies = 0
+        self.sums: Weights = {}
+        self.weighted: Weights = {}  # filled only where clients weigh by their samples
+        self.first: Weights = {}  # integers are counters: an average of them means nothing
+        self.total: dict[str, float] = {}
+
+    def add(self, flat: Weights, count: int | None) -> None:
+        """Add one reply."""
+        self.replies += 1
+        if count == 0:
+            return
+        weight = float(count) if self.by_samples and count is not None else 1.0
+        for name, tensor in flat.items():
+            self.total[name] = self.total.get(name, 0.0) + weight
+            if tensor.dtype == torch.bool or not tensor.is_floating_point():
+                self.first.setdefault(name, tensor)
+            if tensor.dtype != torch.bool:
+                _add(self.sums, name, tensor, 1.0)
+            if self.by_samples and tensor.is_floating_point():
+                _add(self.weighted, name, tensor, weight)
+
+    def means(self) -> Weights:
+        """Return the average of every floating tensor, and the first client's value of every other."""
+        sums = self.weighted if self.by_samples else self.sums
+        return {n: self.first[n] if n in self.first else sums[n] / total for n, total in self.total.items()}
+
+
+def _add(sums: Weights, name: str, tensor: Tensor, weight: float) -> None:
+    if name in sums:
+        sums[name] = sums[name].add_(tensor, alpha=weight) if weight != 1.0 else sums[name].add_(tensor)
+    else:
+        sums[name] = tensor.detach() * weight if weight != 1.0 else tensor.detach().clone()
+
+
+def _robust(replies: list[Weights], protocol: Protocol) -> Weights:
+    """Median or trimmed mean of every single entry, over replies held at once."""
+    result = {}
+    for name in replies[0] if replies else ():
+        stacked = torch.stack([r[name] for r in replies if name in r])
+        if not stacked.is_floating_point():
+            result[name] = stacked[0]
+            continue
+        ordered, n = stacked.sort(0).values, len(stacked)
+        cut = (n - 1) // 2 if protocol.aggregate == "median" else int(protocol.trim * n)
+        result[name] = ordered[cut : n - cut].mean(0)
+    return result

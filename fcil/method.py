@@ -1,0 +1,239 @@
+"""What a method is: a script for the server, answers for the clients, and the records between them.
+
+A method's file defines `Config`, its records, `Server`, `Client` and `METHOD = Method(Config, Server, Client, Memory)`.
+Everything such a file needs from the frame is in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, get_args, get_origin, get_type_hints, overload
+
+import torch
+from torch import Tensor, nn
+
+from fcil.networks import Classifier, build
+from fcil.records import Weights
+from fcil.scenario import benchmarks
+from fcil.scenario.memory import Budget
+from fcil.scenario.tasks import LocalData, Task
+
+Down = TypeVar("Down")
+Up = TypeVar("Up")
+Up_co = TypeVar("Up_co", covariant=True)
+Handler = TypeVar("Handler", bound=Callable[..., Any])
+Nets = Mapping[str, Any]  # the networks of a client, by the names it gave them
+
+
+# -- training is a value ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Images (or features) with labels to draw batches from; uint8 images are scaled to 0..1 and augmented."""
+
+    images: Tensor
+    labels: Tensor
+    augment: bool = True
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a loss sees of the pools in one step."""
+
+    images: Tensor  # float, 0..1
+    labels: Tensor
+    generator: torch.Generator  # for random draws inside the loss
+    beside: Mapping[str, Batch] = field(default_factory=dict)  # batches of the further pools, by name
+
+
+Loss = Callable[[Nets, Batch, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A local training, described and not done: the engine decides how to run it.
+
+    `loss(nets, batch, given)` is a pure tensor function: no `.item()`, no `.tolist()`, no branch on values. What varies from
+    message to message is in `given`, a record of tensors whose shapes stay the same.
+    """
+
+    loss: Loss
+    load: Mapping[str, Weights]  # network -> the weights it starts from
+    trains: tuple[str, ...]  # networks that learn, or parts of them such as "net.head"; all others are frozen
+    pool: Pool
+    lr: float  # scaled over the rounds of a task by the protocol's schedule
+    given: Any = None
+    beside: Mapping[str, Pool] = field(default_factory=dict)  # further pools, each giving a batch of its own to every step
+    batch_size: int = 0  # 0, here and below: the protocol's
+    steps: int = 0
+    momentum: float | None = None  # None: the protocol's
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of a Fit."""
+
+    networks: Mapping[str, Weights]  # the trained ones, by name
+    count: int  # images in the pool; 0 when there was nothing to train on
+    loss: Tensor  # mean over the steps
+
+    @property
+    def weights(self) -> Weights:
+        """The weights of the only network that was trained."""
+        (only,) = self.networks.values()
+        return only
+
+
+Training = Generator[Fit, Trained, Up]  # an answer that trains yields a Fit and is sent a Trained
+
+
+# -- the door, as a method sees it --------------------------------------------------------------------------------------
+
+
+def remote(handler: Handler) -> Handler:
+    """Mark a client method as callable by the server; nothing else is."""
+    handler.is_remote = True  # type: ignore[attr-defined]
+    return handler
+
+
+def reply_type(handler: Callable[..., Any]) -> type:
+    """Return the record that `handler` answers with, whether or not it trains on the way."""
+    kind = get_type_hints(handler)["return"]
+    reply: type = get_args(kind)[2] if get_origin(kind) is Generator else kind
+    return reply
+
+
+class Replies(Protocol[Up_co]):
+    """The answers that came, in the order of the clients asked."""
+
+    def mean(self, field: str) -> Any:
+        """Average one field over the replies; if nobody answered, what was sent stands."""
+
+    def sum(self, field: str) -> Any:
+        """Add one field up over the replies."""
+
+    def __iter__(self) -> Iterator[Up_co]:
+        """Yield single replies: a method that does this needs to see them, and excludes secure aggregation."""
+        ...
+
+    def __len__(self) -> int:
+        """Count the replies that came."""
+        ...
+
+
+class Clients(Protocol):
+    """The one door between a server and its clients; it counts every byte that passes."""
+
+    def sample(self) -> list[int]:
+        """Return the clients of this round, from the scenario's seeded schedule: the same for every method."""
+        ...
+
+    def everyone(self) -> list[int]:
+        """Return all clients present, for what must reach each memory."""
+        ...
+
+    def once(self, name: str) -> bool:
+        """Tell whether this part of the task is still to be done; false when resuming after it."""
+        ...
+
+    def rounds(self, rounds: int = 0, stage: str = "train") -> Iterator[int]:
+        """Count communication rounds, the protocol's number unless given; resumes at its own count."""
+        ...
+
+    @overload
+    def ask(
+        self, who: Sequence[int], handler: Callable[[Any, Any, LocalData, Down], Training[Up]], message: Down
+    ) -> Replies[Up]: ...
+    @overload
+    def ask(
+        self, who: Sequence[int], handler: Callable[[Any, Any, LocalData, Down], Up], message: Down
+    ) -> Replies[Up]: ...
+    def ask(self, who: Sequence[int], handler: Callable[..., Any], message: Any) -> Replies[Any]:
+        """Send `message` to each client in `who`, run `handler` there, return the replies that come."""
+        ...
+
+
+# -- the two halves -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What both halves of a method are told of the experiment."""
+
+    capacity: int  # classes that heads and tables have room for
+    shape: tuple[int, int, int]  # channels, height, width
+    protocol: benchmarks.Protocol
+    budget: Budget  # bytes a client may keep
+    network: str = "resnet18"
+    augment: str = "none"
+
+    def classifier(self) -> Classifier:
+        """Build the benchmark's network with a head for `capacity` classes."""
+        return build(self.network, self.shape, self.capacity)
+
+
+class Server(Protocol):
+    """The server's half. It sees tasks and messages, never data; all that lasts is the record `state`."""
+
+    state: Any
+
+    def learn_task(self, task: Task, clients: Clients) -> Iterator[None]:
+        """Learn one task; yield after each communication round.
+
+        After an interruption it is called anew with the state of its last yield: no local variable may live across a
+        yield, and what must not happen twice stands under `if clients.once(...)`.
+        """
+
+    def broadcast(self) -> Any:
+        """Return the message that holds all a device needs to train or to classify."""
+
+
+class Client(Protocol):
+    """A client's half: `networks`, `predict`, and any number of @remote answers `(memory, data, message) -> reply`.
+
+    A client keeps nothing on `self` between calls but scratch networks: what must last is in `memory`, a record that an
+    answer updates in place.
+    """
+
+    def networks(self) -> dict[str, nn.Module]:
+        """Name the networks that a Fit may load and train."""
+        ...
+
+    def predict(self, message: Any, images: Tensor) -> Tensor:
+        """Score every class for each image, (images, capacity), from the broadcast alone; the highest is the answer."""
+        ...
+
+
+class Method(NamedTuple):
+    """The four parts of a method's file."""
+
+    config: Callable[..., Any]
+    server: Callable[[Any, Setting], Server]
+    client: Callable[[Any, Setting], Client]
+    memory: Callable[[], Any]
+
+
+Answer = TypeVar("Answer")
+
+
+class Call(NamedTuple):
+    """Where in the run a question is asked: what seeds the answer and sets its learning rate."""
+
+    seed: int
+    task: int
+    step: int  # questions asked so far
+    round: int = 0
+    rounds: int = 1
+
+
+class Answered(Generic[Answer]):
+    """A reply with what the client measured while answering."""
+
+    def __init__(self, reply: Answer, kept: int, seconds: float, loss: float | Tensor = float("nan"), images: int = 0):
+        self.reply, self.kept, self.seconds, self.loss, self.images = reply, kept, seconds, loss, images

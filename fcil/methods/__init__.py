@@ -1,0 +1,63 @@
+"""Every method by name. To add one: write its file, add its line here. Reading this table imports none of them."""
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from fcil.errors import UserError, unknown
+
+if TYPE_CHECKING:
+    from fcil.method import Method
+
+
+class Entry(NamedTuple):
+    """Where a method lives and what it is."""
+
+    module: str
+    family: str  # "bound": shows what is possible, and may keep more than the benchmark's memory
+    sentence: str
+
+
+METHODS = {
+    "finetune": Entry("fcil.methods.finetune", "bound", "federated averaging on each task's data alone: the lower bound"),
+    "joint": Entry("fcil.methods.joint", "bound", "clients keep every image they ever held: the upper bound"),
+    "fedprox": Entry("fcil.methods.fedprox", "reference", "a pull towards the global model in each local training"),
+    "lwf": Entry("fcil.methods.lwf", "reference", "distils the last task's global model into the new one, without memory"),
+    "ewc": Entry("fcil.methods.ewc", "reference", "holds on to the weights that mattered to earlier tasks (Fisher information)"),
+}
+
+DEFAULT = "joint"  # what `fcil run` runs
+
+
+def method(name: str) -> "Method":
+    """Return a method by its name, or from a user's own Python file."""
+    if name.endswith(".py"):
+        return _from_file(Path(name))
+    if name not in METHODS:
+        raise unknown("method", name, [*METHODS, "a .py file"])
+    loaded: Method = importlib.import_module(METHODS[name].module).METHOD
+    return loaded
+
+
+def family(name: str) -> str:
+    """Return what kind of method this is; a user's own file is "own"."""
+    return METHODS[name].family if name in METHODS else "own"
+
+
+def _from_file(path: Path) -> "Method":
+    if not path.is_file():
+        raise UserError(f"there is no method file {path}")
+    spec = importlib.util.spec_from_file_location(f"fcil_own_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # records resolve their annotations through it
+    try:
+        spec.loader.exec_module(module)
+    except (SyntaxError, ImportError, TypeError, NameError) as error:
+        raise UserError(f"{path} cannot be loaded: {error}") from error
+    if not hasattr(module, "METHOD"):
+        raise UserError(f"{path} defines no METHOD; end it with METHOD = Method(Config, Server, Client, Memory)")
+    own: Method = module.METHOD
+    return own

@@ -1,0 +1,74 @@
+"""Fine-tuning: federated averaging on whatever the current task brings, and nothing against forgetting. The lower bound.
+
+McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from fcil.blocks.losses import cross_entropy, masked
+from fcil.blocks.training import loaded, weights_of
+from fcil.federation.rounds import fedavg
+from fcil.knobs import knob
+from fcil.method import Batch, Clients, Fit, Method, Nets, Pool, Setting, Training, remote
+from fcil.records import Nothing, Update, Weights, record
+from fcil.scenario.tasks import LocalData, Task, mask
+
+
+@dataclass(frozen=True)
+class Config:
+    lr: float = knob(0.1, "learning rate of the clients' SGD", above=0)
+
+
+@record
+class Model:
+    """The server's state, and what it broadcasts."""
+
+    weights: Weights
+    seen: Tensor  # classes that have come so far, as a mask
+
+
+@record
+class Given:
+    seen: Tensor
+
+
+def loss(nets: Nets, batch: Batch, given: Given) -> Tensor:
+    return cross_entropy(nets["net"](batch.images), batch.labels, given.seen)
+
+
+class Server:
+    def __init__(self, config: Config, setting: Setting):
+        self.setting = setting
+        self.state = Model(weights_of(setting.classifier()), mask((), setting.capacity))
+
+    def broadcast(self) -> Model:
+        return self.state
+
+    def learn_task(self, task: Task, clients: Clients) -> Iterator[None]:
+        self.state.seen = mask(task.seen, self.setting.capacity)
+        yield from fedavg(self, clients, Client.train)
+
+
+class Client:
+    def __init__(self, config: Config, setting: Setting):
+        self.config, self.net = config, setting.classifier()
+
+    def networks(self) -> dict[str, nn.Module]:
+        return {"net": self.net}
+
+    @remote
+    def train(self, memory: Nothing, data: LocalData, message: Model) -> Training[Update]:
+        trained = yield Fit(
+            loss, load={"net": message.weights}, trains=("net",), lr=self.config.lr,
+            pool=Pool(data.images, data.labels), given=Given(message.seen),
+        )  # fmt: skip
+        return Update(trained.weights, trained.count)
+
+    def predict(self, message: Model, images: Tensor) -> Tensor:
+        return masked(loaded(self.net, message.weights)(images), message.seen)
+
+
+METHOD = Method(Config, Server, Client, Nothing)

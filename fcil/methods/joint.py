@@ -1,0 +1,96 @@
+"""Joint training: every client keeps every image it ever held and trains on all of them. The upper bound, not a method.
+
+Its memory is weighed like any other, so the ledger shows what this bound costs; the benchmark's budget does not hold for it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from fcil.blocks.losses import cross_entropy, masked
+from fcil.blocks.training import loaded, weights_of
+from fcil.federation.rounds import fedavg
+from fcil.knobs import knob
+from fcil.method import Batch, Clients, Fit, Method, Nets, Pool, Setting, Training, remote
+from fcil.records import ByClass, Done, Update, Weights, record
+from fcil.scenario.tasks import LocalData, Task, mask
+
+
+@dataclass(frozen=True)
+class Config:
+    lr: float = knob(0.1, "learning rate of the clients' SGD", above=0)
+
+
+@record
+class Model:
+    """The server's state, and what it broadcasts."""
+
+    weights: Weights
+    seen: Tensor  # classes that have come so far, as a mask
+
+
+@record
+class Given:
+    seen: Tensor
+
+
+@record
+class Memory:
+    """Every image of every earlier task, by class."""
+
+    images: ByClass = field(default_factory=dict)
+
+
+def loss(nets: Nets, batch: Batch, given: Given) -> Tensor:
+    return cross_entropy(nets["net"](batch.images), batch.labels, given.seen)
+
+
+class Server:
+    def __init__(self, config: Config, setting: Setting):
+        self.setting = setting
+        self.state = Model(weights_of(setting.classifier()), mask((), setting.capacity))
+
+    def broadcast(self) -> Model:
+        return self.state
+
+    def learn_task(self, task: Task, clients: Clients) -> Iterator[None]:
+        self.state.seen = mask(task.seen, self.setting.capacity)
+        yield from fedavg(self, clients, Client.train)
+        clients.ask(clients.everyone(), Client.remember, Done())
+
+
+class Client:
+    def __init__(self, config: Config, setting: Setting):
+        self.config, self.net = config, setting.classifier()
+
+    def networks(self) -> dict[str, nn.Module]:
+        return {"net": self.net}
+
+    @remote
+    def train(self, memory: Memory, data: LocalData, message: Model) -> Training[Update]:
+        trained = yield Fit(
+            loss, load={"net": message.weights}, trains=("net",), lr=self.config.lr,
+            pool=data.cached("everything", lambda _: everything(memory, data)), given=Given(message.seen),
+        )  # fmt: skip
+        return Update(trained.weights, trained.count)
+
+    @remote
+    def remember(self, memory: Memory, data: LocalData, message: Done) -> Done:
+        for j in data.classes():
+            earlier = memory.images.get(j, data.images[:0])
+            memory.images[j] = torch.cat([earlier, data.of(j)])
+        return Done()
+
+    def predict(self, message: Model, images: Tensor) -> Tensor:
+        return masked(loaded(self.net, message.weights)(images), message.seen)
+
+
+def everything(memory: Memory, data: LocalData) -> Pool:
+    """Put the current task's images beside all earlier ones."""
+    labels = [data.labels.new_full((len(images),), j) for j, images in memory.images.items()]
+    return Pool(torch.cat([data.images, *memory.images.values()]), torch.cat([data.labels, *labels]))
+
+
+METHOD = Method(Config, Server, Client, Memory)

@@ -1,0 +1,56 @@
+"""A classifier is a body that makes features and a head that scores classes."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+# Mean and deviation of CIFAR-100's training images; near enough for any natural image, and no statistics of a client's data.
+CENTRE, SPREAD = (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)
+
+
+class Body(Protocol):
+    """What a body promises: its width and its stages."""
+
+    width: int
+
+    def stages(self, x: Tensor) -> list[Tensor]:
+        """Return the feature maps after every stage, the last one before pooling included."""
+
+
+class Normalise(nn.Module):
+    """Turn uint8 images, or floats in 0..1, into what a network likes; the constants are not weights and do not travel."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        centre, spread = (CENTRE, SPREAD) if channels == 3 else ((0.5,) * channels, (0.5,) * channels)
+        self.register_buffer("centre", torch.tensor(centre).view(-1, 1, 1), persistent=False)
+        self.register_buffer("spread", torch.tensor(spread).view(-1, 1, 1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.uint8:
+            x = x.to(self.centre.dtype) / 255
+        normal: Tensor = (x - self.centre) / self.spread
+        return normal
+
+
+class Classifier(nn.Module):
+    """Body and linear head; the head has room for every class of the benchmark and is masked to those seen."""
+
+    def __init__(self, body: nn.Module, classes: int):
+        super().__init__()
+        self.normalise, self.body = Normalise(body.channels), body  # type: ignore[arg-type]
+        self.head = nn.Linear(body.width, classes)  # type: ignore[arg-type]
+
+    def stages(self, x: Tensor) -> list[Tensor]:
+        """Return the feature maps after every stage."""
+        maps: list[Tensor] = self.body.stages(self.normalise(x))  # type: ignore[operator]
+        return maps
+
+    def features(self, x: Tensor) -> Tensor:
+        """Return pooled features, (batch, width)."""
+        return self.stages(x)[-1].mean((2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.features(x))
+        return logits

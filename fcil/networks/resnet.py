@@ -1,0 +1,46 @@
+"""ResNet-18 with a 3x3 stem, for small images.
+
+He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, in the form that MFCL, GLFC and TARGET use: stride 1 and
+no pooling in the stem. 11,168,832 parameters without a head.
+"""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    """Two 3x3 convolutions beside a shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
+
+
+class ResNet18(nn.Module):
+    """The body: a stem and four stages of two blocks, 64 to 512 channels."""
+
+    width = 512
+
+    def __init__(self, channels: int = 3):
+        super().__init__()
+        self.channels = channels
+        self.stem = nn.Sequential(nn.Conv2d(channels, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU())
+        plan = [(64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)]
+        self.layers = nn.ModuleList(nn.Sequential(Block(i, o, stride), Block(o, o, 1)) for i, o, stride in plan)
+
+    def stages(self, x: Tensor) -> list[Tensor]:
+        """Return the maps after each of the four stages."""
+        x, maps = self.stem(x), []
+        for layer in self.layers:
+            maps.append(x := layer(x))
+        return maps

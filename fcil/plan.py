@@ -1,0 +1,144 @@
+"""A plan: everything needed to repeat a run, as names and numbers, and as `config.toml`."""
+
+import json
+import platform
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fcil import __version__
+from fcil.errors import UserError, unknown
+from fcil.knobs import changed, knobs
+from fcil.methods import DEFAULT, METHODS, method
+from fcil.scenario import benchmarks
+from fcil.scenario.benchmarks import Benchmark, Protocol
+
+FORMAT = 1  # of a run folder; raised when an older one can no longer be read
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run: a method on a benchmark under a protocol, with a seed."""
+
+    method: str
+    benchmark: Benchmark
+    protocol: Protocol
+    config: Any
+    seed: int = 0
+    settings: dict[str, str] = field(default_factory=dict)  # what was set beyond the defaults
+    command: str = ""
+
+    def folder(self, root: Path = Path("runs")) -> Path:
+        """Return where such a run belongs: BENCHMARK/METHOD/SEED, with what was set beside the method's name."""
+        name = Path(self.method).stem if self.method.endswith(".py") else self.method
+        label = ",".join([name, *(f"{k}={v}".replace("/", "_") for k, v in sorted(self.settings.items()))])
+        return root / self.benchmark.name / label / str(self.seed)
+
+    def same_as(self, other: "Plan") -> bool:
+        """Tell whether two plans describe the same run, however it was typed."""
+        return replace(self, command="", settings={}) == replace(other, command="", settings={})
+
+    def to_toml(self) -> str:
+        """Write the plan down."""
+        import torch
+
+        top = {"format": FORMAT, "method": self.method, "seed": self.seed, "command": self.command}
+        versions = {"fcil": __version__, "torch": torch.__version__, "python": platform.python_version()}
+        tables = {
+            "settings": self.settings,
+            "benchmark": asdict(self.benchmark),
+            "protocol": asdict(self.protocol),
+            "config": asdict(self.config),
+            "versions": versions,
+        }
+        parts = [_lines(top), *(f"[{name}]\n{_lines(table)}" for name, table in tables.items())]
+        return "\n".join(parts)
+
+    @staticmethod
+    def read(folder: Path) -> "Plan":
+        """Read the plan of a run folder."""
+        path = folder / "config.toml"
+        try:
+            content = tomllib.loads(path.read_text())
+        except FileNotFoundError:
+            raise UserError(f"{folder} is not a run folder: it has no config.toml") from None
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise UserError(f"{path} cannot be read ({error})") from None
+        if content.get("format") != FORMAT:
+            raise UserError(f"{folder} is of format {content.get('format')}; this version of fcil reads format {FORMAT}")
+        try:
+            return Plan(
+                content["method"],
+                changed(Benchmark(), content["benchmark"]),
+                changed(Protocol(), content["protocol"]),
+                changed(method(content["method"]).config(), content["config"]),
+                content["seed"],
+                content["settings"],
+                content["command"],
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} is incomplete ({error!r}); it was not written by this version of fcil") from None
+
+
+def plan(
+    name: str = DEFAULT,
+    benchmark: str | Benchmark = "digits",
+    protocol: str | None = None,
+    seed: int = 0,
+    settings: Mapping[str, Any] | None = None,
+    command: str = "",
+) -> Plan:
+    """Put a run together from names; `settings` may change any knob of the method, the protocol or the benchmark."""
+    if seed < 0:
+        raise UserError(f"seed={seed} is not allowed; seed takes whole numbers at least 0")
+    known = benchmarks.benchmark(benchmark) if isinstance(benchmark, str) else benchmark
+    chosen = benchmarks.protocol(protocol or known.protocol)
+    config = method(name).config()
+    words = {key: _text(value) for key, value in (settings or {}).items()}
+    homes = {"config": knobs(type(config)), "protocol": knobs(Protocol), "benchmark": knobs(Benchmark)}
+    for home in ("protocol", "benchmark"):
+        homes[home].pop("name")
+    homes["benchmark"].pop("protocol")
+    values: dict[str, dict[str, str]] = {home: {} for home in homes}
+    for key, word in words.items():
+        home = next((h for h, knows in homes.items() if key in knows), None)
+        if home is None:
+            raise unknown("setting", key, sorted(k for knows in homes.values() for k in knows))
+        values[home][key] = word
+    shown = words if protocol in (None, known.protocol) else {"protocol": str(protocol), **words}
+    if name.endswith(".py"):
+        name = str(Path(name).resolve())
+    return Plan(
+        name, changed(known, values["benchmark"]), changed(chosen, values["protocol"]), changed(config, values["config"]),
+        seed, shown, command,
+    )  # fmt: skip
+
+
+def own_data(path: str, tasks: int, clients: int, active: int) -> Benchmark:
+    """Return a benchmark over the user's own images: all classes, split evenly over the tasks."""
+    from fcil.scenario.datasets import load
+
+    data = load(path)
+    classes = len(data.class_names)
+    if not 1 <= tasks <= classes:
+        raise UserError(f"{path} has {classes} classes, too few for {tasks} tasks; tasks takes 1 to {classes}")
+    return changed(
+        Benchmark(name=Path(path).resolve().stem, dataset=str(Path(path).resolve())),
+        {"tasks": tasks, "classes_per_task": classes // tasks, "clients": clients, "active": active},
+    )
+
+
+def about(name: str) -> str:
+    """Return the sentence that says what a method is."""
+    return METHODS[name].sentence if name in METHODS else "a method of your own"
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _lines(table: Mapping[str, Any]) -> str:
+    # the strings of JSON, its numbers and its true and false are those of TOML
+    return "".join(f"{json.dumps(k) if '.' in k else k} = {json.dumps(v, ensure_ascii=False)}\n" for k, v in table.items())

@@ -1,0 +1,286 @@
+"""The ledger: what happened in a run, one JSON object a line, only ever appended to.
+
+    {"kind": "run", "format": 1, "method": "hr", "benchmark": "digits", "seed": 0, ...}            first, once
+    {"kind": "round", "task": 0, "stage": "train", "round": 3, "rounds": 20, "clients": 5, "lost": 0, "loss": 0.7,
+     "seconds": {"train": 0.21}, "down": 51200, "up": 51200}                                       at the end of a round
+    {"kind": "evaluation", "task": 0, "round": 10, "correct": [61], "total": [72]}                 inside a task, if asked for
+    {"kind": "task", "task": 0, "correct": [70], "total": [72], "per_class": [97.2, 98.6, null], "per_client": [97.5, null],
+     "seconds": {"train": 4.1, "evaluate": 0.1}, "down": 1024000, "up": 1024000,
+     "kept": 6400, "kept_max": 640, "clients": 10}                                                 at the end of a task
+
+Tasks and rounds count from 0. `correct` and `total` hold one number for each task so far. `seconds` are parts that do not
+overlap. The seconds and bytes of a task line are those of the whole task, its rounds included. A number that is not
+finite (the loss of a run that diverged) is written as null.
+
+Each line goes to the file in one write, so a killed run leaves at most one torn line, at the end, which no reader trusts.
+All results are computed from these lines.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NotRequired, TypedDict
+
+from fcil.errors import UserError
+from fcil.results.metrics import summary
+from fcil.results.runs import read_result
+
+FORMAT = 1
+
+
+class RunLine(TypedDict):
+    """The first line: which run this is; further keys are free."""
+
+    kind: Literal["run"]
+    format: int
+    method: str
+    benchmark: str
+    seed: int
+    protocol: NotRequired[str]
+    settings: NotRequired[dict[str, Any]]
+    commit: NotRequired[str]
+    command: NotRequired[str]
+    device: NotRequired[str]
+
+
+class RoundLine(TypedDict):
+    """The end of a communication round."""
+
+    kind: Literal["round"]
+    task: int
+    stage: str
+    round: int
+    rounds: int
+    clients: int
+    lost: int
+    loss: float | None
+    seconds: dict[str, float]
+    down: int
+    up: int
+
+
+class EvaluationLine(TypedDict):
+    """Test answers in the middle of a task."""
+
+    kind: Literal["evaluation"]
+    task: int
+    round: int
+    correct: list[int]
+    total: list[int]
+
+
+class TaskLine(TypedDict):
+    """The end of a task: answers on every task so far, and the cost of this one."""
+
+    kind: Literal["task"]
+    task: int
+    correct: list[int]
+    total: list[int]
+    per_class: list[float | None]
+    per_client: list[float | None]
+    seconds: dict[str, float]
+    down: int
+    up: int
+    kept: int
+    kept_max: int
+    clients: int
+
+
+class Ledger:
+    """An open ledger.jsonl that takes one line after another."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the ledger at `path` to go on after its last whole line."""
+        try:
+            if path.exists():
+                # A line appended to a torn one would spoil both.
+                os.truncate(path, _whole_lines(path)[1])
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise UserError(f"cannot write {path} ({error.strerror})") from None
+        self.path = path
+
+    @classmethod
+    def open(cls, path: Path, offset: int | None = None) -> "Ledger":
+        """Open the ledger at `path`; with an offset, drop what was written after it, as resuming writes it again."""
+        if offset is not None:
+            _cut(path, offset)
+        return cls(path)
+
+    @property
+    def offset(self) -> int:
+        """Return how many bytes the ledger has."""
+        return self._file.tell()
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Write one line, whole and at once."""
+        data = json.dumps(_finite(line), allow_nan=False).encode() + b"\n"
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            raise UserError(f"cannot write {self.path} ({error.strerror})") from None
+        if written != len(data):
+            raise UserError(f"cannot write {self.path} (the disk is full)")
+
+    def sync(self) -> None:
+        """Let what was appended outlast a crash of the machine."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> "Ledger":
+        """Return the ledger itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the file."""
+        self.close()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return all whole lines; a torn last line is skipped."""
+    return _whole_lines(path)[0]
+
+
+def result_of(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Compute a run's result from its ledger: the metrics, seconds by part and in total, bytes sent and kept."""
+    lines = list(lines)
+    versions = [line.get("format") for line in lines if line.get("kind") == "run"]
+    if versions and versions[0] != FORMAT:
+        raise UserError(f"the ledger has format {versions[0]}; this fcil reads format {FORMAT}")
+    tasks = [line for line in lines if line.get("kind") == "task"]
+    if not tasks:
+        raise UserError("the ledger has no task line: no task of this run has ended")
+    try:
+        return _result(tasks)
+    except KeyError as error:
+        raise UserError(f"a task line of the ledger lacks {error}") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"the task lines of the ledger do not fit together ({error})") from None
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, as result.json keeps it of the ledger."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error.strerror})") from None
+
+
+def verify(folder: Path) -> list[str]:
+    """Return what differs between a run's result.json and its ledger, a sentence each; nothing when all is well."""
+    path = folder / "ledger.jsonl"
+    try:
+        result, lines = read_result(folder), read(path)
+        computed, digest = result_of(lines), sha256(path)
+    except UserError as error:
+        return [f"{folder}: {error}"]
+    named = {key: lines[0][key] for key in ("method", "benchmark", "seed") if key in lines[0]}
+    found = [
+        f"{folder}: {_difference(key, result[key], value)}"
+        for key, value in {**named, **computed}.items()
+        if key in result and not _agree(result[key], value)
+    ]
+    if result.get("ledger_sha256") != digest:
+        found.append(f"{folder}: the ledger is not the file that result.json was made from (its SHA-256 differs)")
+    return found
+
+
+def _result(tasks: list[Mapping[str, Any]]) -> dict[str, Any]:
+    if [line["task"] for line in tasks] != list(range(len(tasks))):
+        raise ValueError(f"they are for tasks {', '.join(str(line['task']) for line in tasks)}")
+    total = tasks[-1]["total"]
+    for t, line in enumerate(tasks):
+        if line["total"] != total[: t + 1]:
+            raise ValueError(f"the number of test images changes after task {t}")
+    parts: dict[str, float] = {}
+    for line in tasks:
+        for part, seconds in line["seconds"].items():
+            parts[part] = parts.get(part, 0.0) + seconds
+    return {
+        **summary([line["correct"] for line in tasks], total),
+        "seconds": {**parts, "total": sum(parts.values())},
+        "down": sum(line["down"] for line in tasks),
+        "up": sum(line["up"] for line in tasks),
+        "memory_bytes": max(line["kept_max"] for line in tasks),
+    }
+
+
+def _whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the lines that can be trusted and the offset where they end."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"there is no ledger {path}") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error.strerror})") from None
+    chunks = data.split(b"\n")[:-1]  # what follows the last newline is torn, even where it happens to parse
+    lines: list[dict[str, Any]] = []
+    end = 0
+    for number, chunk in enumerate(chunks, start=1):
+        line = _parsed(chunk)
+        if line is None and number < len(chunks):
+            raise UserError(f"{path} is broken at line {number}: not a JSON object")
+        if line is not None:
+            lines.append(line)
+            end += len(chunk) + 1
+    return lines, end
+
+
+def _parsed(chunk: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(chunk)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) else None
+
+
+def _cut(path: Path, offset: int) -> None:
+    try:
+        with path.open("r+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            if offset:
+                file.seek(max(offset - 1, 0))
+            if not 0 <= offset <= size or (offset and file.read(1) != b"\n"):
+                raise UserError(f"{path} does not belong to this checkpoint: it has no line that ends at byte {offset}")
+            file.truncate(offset)
+    except FileNotFoundError:
+        raise UserError(f"there is no ledger {path}") from None
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror})") from None
+
+
+def _finite(value: Any) -> Any:
+    """Return `value` with None for every number JSON has no word for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return value
+
+
+def _agree(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_agree(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_agree, one, other))
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return abs(one - other) <= 1e-9
+    return bool(one == other)
+
+
+def _difference(key: str, written: Any, computed: Any) -> str:
+    if isinstance(written, dict | list):
+        return f"{key} in result.json is not what the ledger gives"
+    return f"{key} is {written} in result.json, but the ledger gives {computed}"

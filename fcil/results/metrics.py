@@ -1,0 +1,101 @@
+"""The metrics of class-incremental learning, as pure functions of counts.
+
+`correct[t][j]` is how many test images of task j were answered rightly after task t (j <= t), `total[j]` how many test
+images task j has. Accuracies are percent, 0 to 100. Papers and codes differ in what they call forgetting, and many print
+the average where others print the final accuracy, so each has its own name here.
+"""
+
+from collections.abc import Sequence
+from math import sqrt
+from statistics import fmean, stdev
+from typing import Any
+
+Correct = Sequence[Sequence[int]]  # row t: tasks 0..t
+Total = Sequence[int]
+
+
+def matrix(correct: Correct, total: Total) -> list[list[float]]:
+    """Return A[t][j], the accuracy on task j after task t."""
+    _check(correct, total)
+    return [[100 * right / total[j] for j, right in enumerate(row)] for row in correct]
+
+
+def overall(correct: Correct, total: Total) -> list[float]:
+    """Return acc_t for each t, the accuracy after task t on all test images seen so far."""
+    _check(correct, total)
+    return [100 * sum(row) / sum(total[: len(row)]) for row in correct]
+
+
+def final(correct: Correct, total: Total) -> float:
+    """Return the accuracy on all test images after the last task."""
+    return overall(correct, total)[-1]
+
+
+def average(correct: Correct, total: Total) -> float:
+    """Return the average incremental accuracy: the mean of acc_t over all tasks, the first included."""
+    return fmean(overall(correct, total))
+
+
+def forgetting(correct: Correct, total: Total) -> float:
+    """Return how far the earlier tasks have fallen from their best, on average; 0 with one task."""
+    return _mean(forgotten(matrix(correct, total)))
+
+
+def forgotten(accuracy: Sequence[Sequence[float]]) -> list[float]:
+    """Return for each task of a matrix, but the last, how far it has fallen from its best before the last task."""
+    return [max(row[j] for row in accuracy[j:-1]) - accuracy[-1][j] for j in range(len(accuracy) - 1)]
+
+
+def forgetting_mfcl(correct: Correct, total: Total) -> float:
+    """Return forgetting as MFCL defines it: from a task's own end, divided by all tasks with the last one's zero."""
+    a = matrix(correct, total)
+    return fmean(a[j][j] - a[-1][j] for j in range(len(a)))
+
+
+def bwt(correct: Correct, total: Total) -> float:
+    """Return the backward transfer: what the later tasks gave to the earlier ones; 0 with one task."""
+    a = matrix(correct, total)
+    return _mean([a[-1][j] - a[j][j] for j in range(len(a) - 1)])
+
+
+def summary(correct: Correct, total: Total) -> dict[str, Any]:
+    """Return all that a result says about accuracy."""
+    return {
+        "final": final(correct, total),
+        "average": average(correct, total),
+        "forgetting": forgetting(correct, total),
+        "bwt": bwt(correct, total),
+        "overall": overall(correct, total),
+        "matrix": matrix(correct, total),
+    }
+
+
+def mean_and_sem(values: Sequence[float]) -> tuple[float, float | None]:
+    """Return the mean and its standard error (n - 1); one value has no standard error."""
+    return fmean(values), stdev(values) / sqrt(len(values)) if len(values) > 1 else None
+
+
+def per_client(per_class_accuracy: Sequence[float | None], held_counts: Sequence[Sequence[int]]) -> list[float | None]:
+    """Return each client's accuracy: that of the classes, weighted by how many images of each it has held so far."""
+    return [_weighted(per_class_accuracy, held) for held in held_counts]
+
+
+def _weighted(accuracies: Sequence[float | None], weights: Sequence[int]) -> float | None:
+    pairs = [(a, w) for a, w in zip(accuracies, weights, strict=True) if a is not None and w > 0]
+    whole = sum(w for _, w in pairs)
+    return sum(a * w for a, w in pairs) / whole if whole else None
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else 0.0
+
+
+def _check(correct: Correct, total: Total) -> None:
+    if not correct or len(correct) != len(total):
+        raise ValueError(f"{len(correct)} rows of answers for {len(total)} tasks")
+    for t, row in enumerate(correct):
+        if len(row) != t + 1:
+            raise ValueError(f"the answers after task {t} are on {len(row)} tasks, not {t + 1}")
+        for j, right in enumerate(row):
+            if not 0 <= right <= total[j] or total[j] == 0:
+                raise ValueError(f"{right} right answers on the {total[j]} images of task {j}")

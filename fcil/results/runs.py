@@ -1,0 +1,101 @@
+"""Runs on disk: which are finished and what they found, which are still under way.
+
+A finished run is a folder with a result.json of `FORMAT`; one with a ledger or a config but no result is unfinished.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fcil.errors import UserError
+
+FORMAT = 1
+
+_TEXTS = ("method", "benchmark", "protocol")
+_NUMBERS = ("seed", "final", "average", "forgetting", "bwt", "memory_bytes")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: where it lies and what its result.json says."""
+
+    folder: Path
+    result: dict[str, Any]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return what the run changed from the defaults."""
+        settings: dict[str, Any] = self.result.get("settings", {})
+        return settings
+
+
+def find(paths: Iterable[Path]) -> list[Run]:
+    """Return the finished runs in `paths`, each a run's folder or a folder of runs at any depth."""
+    runs: dict[Path, Run] = {}
+    waiting: list[Path] = []
+    for path in paths:
+        folders = list(_run_folders(path))
+        if not folders:
+            raise UserError(f"{path} holds no run; a run is a folder with a result.json, such as `fcil run` leaves")
+        for folder in folders:
+            if (folder / "result.json").exists():
+                runs.setdefault(folder.resolve(), Run(folder, read_result(folder)))
+            else:
+                waiting.append(folder)
+    if waiting and not runs:
+        raise UserError(f"no run has finished yet; continue with: fcil run --resume {waiting[0]}")
+    return list(runs.values())
+
+
+def unfinished(paths: Iterable[Path]) -> list[Path]:
+    """Return the folders of the runs in `paths` that have begun and not finished."""
+    folders = [folder for path in paths for folder in _run_folders(path) if not (folder / "result.json").exists()]
+    return list({folder.resolve(): folder for folder in folders}.values())
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """Return the result.json of a run, or say what is wrong with it."""
+    path = folder / "result.json"
+    try:
+        result = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"there is no {path}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not readable ({error})") from None
+    if not isinstance(result, dict) or "format" not in result:
+        raise UserError(f"{path} is not the result of a run: it names no format")
+    if result["format"] != FORMAT:
+        raise UserError(f"{path} has format {result['format']}; this fcil reads format {FORMAT}")
+    if wrong := _wrong_key(result):
+        raise UserError(f"{path} is not a whole result: {wrong!r} is missing or of the wrong kind")
+    return result
+
+
+def _wrong_key(result: dict[str, Any]) -> str | None:
+    seconds = result.get("seconds")
+    sound = {
+        **{key: isinstance(result.get(key), str) for key in _TEXTS},
+        **{key: _is_number(result.get(key)) for key in _NUMBERS},
+        "matrix": isinstance(result.get("matrix"), list),
+        "seconds": isinstance(seconds, dict) and _is_number(seconds.get("total")),
+        "settings": isinstance(result.get("settings", {}), dict),
+    }
+    return next((key for key, good in sound.items() if not good), None)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _run_folders(path: Path) -> Iterator[Path]:
+    if not path.exists():
+        raise UserError(f"there is no {path}")
+    for folder, inner, files in os.walk(path):
+        if {"result.json", "ledger.jsonl", "config.toml"} & set(files):
+            yield Path(folder)
+        # A run's own folders hold thousands of files and no runs; a config.toml alone may be another program's.
+        done = {"result.json", "ledger.jsonl"} & set(files)
+        inner[:] = [] if done else sorted(name for name in inner if not name.startswith("."))
