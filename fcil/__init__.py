@@ -1,8 +1,8 @@
 """Federated class-incremental learning: one protocol, every method one readable file.
 
-    import fcil
-    result = fcil.run("joint", benchmark="digits", seed=0)
-    print(result["final"], result["forgetting"])
+import fcil
+result = fcil.run("joint", benchmark="digits", seed=0)
+print(result["final"], result["forgetting"])
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,21 +1,21 @@
 """A run from beginning to end: builds what the plan names, drives the loop, writes the run folder.
 
-The folder holds config.toml, ledger.jsonl, checkpoint/, and at the end model.safetensors and result.json. What is in it is
-never half-written, so a run killed at any moment goes on from its last checkpoint and ends as if nothing had happened.
+The folder holds config.toml, ledger.jsonl, checkpoint/, and at the end model.safetensors and result.json. What is in
+it is never half-written, so a run killed at any moment goes on from its last checkpoint and ends as if nothing had
+happened.
 """
 
 import errno
 import fcntl
 import json
-import os
 import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 
@@ -25,10 +25,10 @@ from fcil.federation.engine import Engine, seeded
 from fcil.federation.in_process import InProcess
 from fcil.federation.loop import Line, learn
 from fcil.federation.store import Checkpoints, write_text
-from fcil.method import Client, Method, Server, Setting
+from fcil.method import Method, Server, Setting
 from fcil.methods import DEFAULT, family, method
 from fcil.plan import FORMAT, Plan, plan
-from fcil.records import flatten, read_tensors, unflatten, write_tensors
+from fcil.records import flatten, unflatten, write_tensors
 from fcil.results.ledger import Ledger, read, result_of, sha256
 from fcil.results.runs import read_result
 from fcil.scenario.scenario import Scenario
@@ -43,7 +43,7 @@ def run(
     out: str | Path | None = None,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Run a method on a benchmark and return its result; an unfinished run of the same plan goes on where it stopped."""
+    """Run a method on a benchmark and return its result; an unfinished run of the same plan goes on."""
     made = plan(name, benchmark, protocol, seed, settings, command="fcil.run")
     folder = Path(out) if out is not None else made.folder()
     if not finished(folder, made):
@@ -56,10 +56,14 @@ def finished(folder: Path, wanted: Plan) -> bool:
     """Tell whether `folder` holds a finished run of this plan; refuse a folder that holds something else."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
-    if not (folder / "config.toml").exists() and all(p.name.endswith(".partial") or p.name == "lock" for p in folder.iterdir()):
+    if not (folder / "config.toml").exists() and all(
+        p.name.endswith(".partial") or p.name == "lock" for p in folder.iterdir()
+    ):
         return False
     if not Plan.read(folder).same_as(wanted):
-        raise UserError(f"{folder} holds another run ({Plan.read(folder).command}); choose a different --out, or remove it")
+        raise UserError(
+            f"{folder} holds another run ({Plan.read(folder).command}); choose a different --out, or remove it"
+        )
     return (folder / "result.json").exists()
 
 
@@ -103,7 +107,12 @@ def assemble(wanted: Plan, device: str = "auto", scenario: Scenario | None = Non
     place = the_device(device)
     scenario = scenario or Scenario(wanted.benchmark, wanted.seed, device=place)
     setting = Setting(
-        scenario.capacity, scenario.shape, wanted.protocol, scenario.budget, wanted.benchmark.network, wanted.benchmark.augment
+        scenario.capacity,
+        scenario.shape,
+        wanted.protocol,
+        scenario.budget,
+        wanted.benchmark.network,
+        wanted.benchmark.augment,
     )
     made = method(wanted.method)
     with seeded(wanted.seed, "initial weights"):
@@ -111,7 +120,9 @@ def assemble(wanted: Plan, device: str = "auto", scenario: Scenario | None = Non
         engine = Engine(made, wanted.config, setting, place)
     budget = None if family(wanted.method) == "bound" else scenario.budget
     transport = InProcess(engine, scenario, made.memory, budget)
-    return Parts(scenario, setting, server, engine, transport, Door(transport, scenario, wanted.protocol, wanted.seed), made)
+    return Parts(
+        scenario, setting, server, engine, transport, Door(transport, scenario, wanted.protocol, wanted.seed), made
+    )
 
 
 def the_device(wanted: str) -> str:
@@ -121,22 +132,6 @@ def the_device(wanted: str) -> str:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError("there is no usable CUDA device here; choose --device cpu or auto")
     return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
-
-
-def classifier(folder: Path) -> tuple[Plan, Client, Any, list[str], tuple[int, int, int]]:
-    """Return from a finished run its plan, a client, the broadcast it classifies with, the class names and the image shape."""
-    wanted = Plan.read(folder)
-    if not (folder / "model.safetensors").exists():
-        raise UserError(f"{folder} has no model yet; finish it with: fcil run --resume {folder}")
-    flat, facts = read_tensors(folder / "model.safetensors")
-    shape = tuple(json.loads(facts["shape"]))
-    scenario_free = Setting(
-        json.loads(facts["capacity"]), shape, wanted.protocol, None, wanted.benchmark.network  # type: ignore[arg-type]
-    )
-    made = method(wanted.method)
-    client = made.client(wanted.config, scenario_free)
-    down = get_type_hints(made.server.broadcast)["return"]  # type: ignore[attr-defined]
-    return wanted, client, unflatten(down, flat), json.loads(facts["classes"]), shape
 
 
 def _restore(parts: Parts, checkpoints: Checkpoints) -> int:
@@ -164,15 +159,18 @@ def _save(parts: Parts, checkpoints: Checkpoints, ledger: Ledger) -> None:
         return {client: flatten(transport.memories[client]) for client in chosen}
 
     ledger.sync()
-    checkpoints.save({"cursor": asdict(parts.door.cursor), "ledger": ledger.offset}, flatten(parts.server.state), memories)
+    checkpoints.save(
+        {"cursor": asdict(parts.door.cursor), "ledger": ledger.offset}, flatten(parts.server.state), memories
+    )
 
 
 def _first_line(wanted: Plan, parts: Parts) -> Line:
     return {
         "kind": "run", "format": FORMAT, "method": wanted.method, "benchmark": wanted.benchmark.name,
         "protocol": wanted.protocol.name, "seed": wanted.seed, "settings": wanted.settings, "command": wanted.command,
-        "device": str(parts.engine.device), "partition": wanted.benchmark.partition, "classes": parts.scenario.class_names,
-        "memory_budget": parts.scenario.budget.per_client, "warnings": parts.scenario.warnings, "commit": _commit(),
+        "device": str(parts.engine.device), "partition": wanted.benchmark.partition, "commit": _commit(),
+        "memory_budget": parts.scenario.budget.per_client, "classes": parts.scenario.class_names,
+        "warnings": parts.scenario.warnings,
     }  # fmt: skip
 
 
@@ -212,7 +210,9 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{folder} is being written by another process; wait for it, or choose a different --out") from None
+            raise UserError(
+                f"{folder} is being written by another process; wait for it, or choose a different --out"
+            ) from None
         yield
 
 
@@ -224,16 +224,26 @@ def _said_plainly(folder: Path) -> Iterator[None]:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left" in str(error)
         why = "the disk is full" if full else (error.strerror or str(error))
-        again = f"; what was saved is whole, go on with: fcil run --resume {folder}" if full else "; choose a folder you can write"
+        again = (
+            f"; what was saved is whole, go on with: fcil run --resume {folder}"
+            if full
+            else "; choose a folder you can write"
+        )
         raise UserError(f"cannot write to {folder}: {why}{again}") from error
 
 
 def _commit() -> str:
     here = Path(__file__).parent
     try:
-        head = subprocess.run(["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10)
+        head = subprocess.run(
+            ["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10
+        )
         state = subprocess.run(
-            ["git", "-C", here, "status", "--porcelain", "--", here], capture_output=True, text=True, check=True, timeout=10
+            ["git", "-C", here, "status", "--porcelain", "--", here],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
         )
     except (OSError, subprocess.SubprocessError):
         return ""
@@ -243,10 +253,8 @@ def _commit() -> str:
 def _reset_peak() -> None:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    try:
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # a sweep's runs share this process: each counts its own peak
-    except OSError:
-        pass
 
 
 def _peak(device: torch.device) -> int:
@@ -259,7 +267,3 @@ def _peak(device: torch.device) -> int:
     except (OSError, IndexError, ValueError):
         scale = 1 if sys.platform == "darwin" else 1024
         return scale * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-__all__ = ["Parts", "assemble", "classifier", "execute", "finished", "run", "the_device"]
-assert os.name == "posix", "fcil runs on Linux and macOS"

@@ -53,7 +53,7 @@ class Knob:
             for word, limit in (("at least", self.least), ("above", self.above), ("at most", self.most))
             if limit is not None
         ]
-        return " and ".join(["whole numbers" if self.kind is int else "numbers", *bounds])
+        return " ".join(["whole numbers" if self.kind is int else "numbers", " and ".join(bounds)]).strip()
 
     def read(self, text: str) -> Any:
         """Turn what the user typed into a value, or say what is allowed."""

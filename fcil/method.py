@@ -26,7 +26,7 @@ Handler = TypeVar("Handler", bound=Callable[..., Any])
 Nets = Mapping[str, Any]  # the networks of a client, by the names it gave them
 
 
-# -- training is a value ------------------------------------------------------------------------------------------------
+# -- training is a value ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ Loss = Callable[[Nets, Batch, Any], Tensor]
 class Fit:
     """A local training, described and not done: the engine decides how to run it.
 
-    `loss(nets, batch, given)` is a pure tensor function: no `.item()`, no `.tolist()`, no branch on values. What varies from
-    message to message is in `given`, a record of tensors whose shapes stay the same.
+    `loss(nets, batch, given)` is a pure tensor function: no `.item()`, no `.tolist()`, no branch on values. What
+    varies from message to message is in `given`, a record of tensors whose shapes stay the same.
     """
 
     loss: Loss
@@ -68,7 +68,9 @@ class Fit:
     pool: Pool
     lr: float  # scaled over the rounds of a task by the protocol's schedule
     given: Any = None
-    beside: Mapping[str, Pool] = field(default_factory=dict)  # further pools, each giving a batch of its own to every step
+    beside: Mapping[str, Pool] = field(
+        default_factory=dict
+    )  # further pools, each giving a batch of its own to every step
     batch_size: int = 0  # 0, here and below: the protocol's
     steps: int = 0
     momentum: float | None = None  # None: the protocol's
@@ -93,7 +95,7 @@ class Trained:
 Training = Generator[Fit, Trained, Up]  # an answer that trains yields a Fit and is sent a Trained
 
 
-# -- the door, as a method sees it --------------------------------------------------------------------------------------
+# -- the door, as a method sees it ------------------------------------------------------------------------------------
 
 
 def remote(handler: Handler) -> Handler:
@@ -159,7 +161,7 @@ class Clients(Protocol):
         ...
 
 
-# -- the two halves -----------------------------------------------------------------------------------------------------
+# -- the two halves ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

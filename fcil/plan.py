@@ -67,7 +67,9 @@ class Plan:
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise UserError(f"{path} cannot be read ({error})") from None
         if content.get("format") != FORMAT:
-            raise UserError(f"{folder} is of format {content.get('format')}; this version of fcil reads format {FORMAT}")
+            raise UserError(
+                f"{folder} is of format {content.get('format')}; this version of fcil reads format {FORMAT}"
+            )
         try:
             return Plan(
                 content["method"],
@@ -99,21 +101,20 @@ def plan(
     words = {key: _text(value) for key, value in (settings or {}).items()}
     homes = {"config": knobs(type(config)), "protocol": knobs(Protocol), "benchmark": knobs(Benchmark)}
     for home in ("protocol", "benchmark"):
-        homes[home].pop("name")
-    homes["benchmark"].pop("protocol")
+        del homes[home]["name"]
+    del homes["benchmark"]["protocol"]
     values: dict[str, dict[str, str]] = {home: {} for home in homes}
     for key, word in words.items():
-        home = next((h for h, knows in homes.items() if key in knows), None)
-        if home is None:
+        owners = [home for home, knows in homes.items() if key in knows]
+        if not owners:
             raise unknown("setting", key, sorted(k for knows in homes.values() for k in knows))
-        values[home][key] = word
+        values[owners[0]][key] = word
     shown = words if protocol in (None, known.protocol) else {"protocol": str(protocol), **words}
     if name.endswith(".py"):
         name = str(Path(name).resolve())
     return Plan(
-        name, changed(known, values["benchmark"]), changed(chosen, values["protocol"]), changed(config, values["config"]),
-        seed, shown, command,
-    )  # fmt: skip
+        name, changed(known, values["benchmark"]), changed(chosen, values["protocol"]), changed(config,
+        values["config"]), seed, shown, command, )  # fmt: skip
 
 
 def own_data(path: str, tasks: int, clients: int, active: int) -> Benchmark:
@@ -141,4 +142,6 @@ def _text(value: Any) -> str:
 
 def _lines(table: Mapping[str, Any]) -> str:
     # the strings of JSON, its numbers and its true and false are those of TOML
-    return "".join(f"{json.dumps(k) if '.' in k else k} = {json.dumps(v, ensure_ascii=False)}\n" for k, v in table.items())
+    return "".join(
+        f"{json.dumps(k) if '.' in k else k} = {json.dumps(v, ensure_ascii=False)}\n" for k, v in table.items()
+    )

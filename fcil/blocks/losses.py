@@ -18,7 +18,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, classes: Tensor) -> Tensor:
 
 
 def distillation(logits: Tensor, teacher: Tensor, classes: Tensor, temperature: float) -> Tensor:
-    """T^2 times the KL divergence from the teacher's to the student's tempered softmax over `classes`; 0 if there are none."""
+    """T^2 times the KL divergence from the teacher's to the student's tempered softmax; 0 if `classes` has none."""
     target = F.softmax(_low(teacher, classes) / temperature, 1)
     student = F.log_softmax(_low(logits, classes) / temperature, 1)
     divergence = F.kl_div(student, target, reduction="none").masked_fill(~classes, 0.0).sum(1).mean()
@@ -30,7 +30,9 @@ def squared_distance(parameters: Mapping[str, Tensor], anchor: Mapping[str, Tens
     return torch.stack([(value - anchor[name]).square().sum() for name, value in parameters.items()]).sum()
 
 
-def weighted_distance(parameters: Mapping[str, Tensor], anchor: Mapping[str, Tensor], weight: Mapping[str, Tensor]) -> Tensor:
+def weighted_distance(
+    parameters: Mapping[str, Tensor], anchor: Mapping[str, Tensor], weight: Mapping[str, Tensor]
+) -> Tensor:
     """The same with a weight for every single parameter."""
     return torch.stack([(weight[n] * (value - anchor[n]).square()).sum() for n, value in parameters.items()]).sum()
 

@@ -115,7 +115,9 @@ class Door:
         self.finish()
         self.cursor.step += 1
         call = Call(self.seed, self.task.index, self.cursor.step, self.round, self.of)
-        self._open = Replies(reply_type(handler), self._answers(list(who), handler, message, call), message, self.protocol)
+        self._open = Replies(
+            reply_type(handler), self._answers(list(who), handler, message, call), message, self.protocol
+        )
         return self._open
 
     def finish(self) -> None:

@@ -1,7 +1,7 @@
 """The engine: runs a client's answers, and its trainings, on this machine. Eager, one client at a time.
 
-An answer computes with one thread on the CPU and draws from generators seeded by (run, client, step), so its bits do not
-depend on where or beside whom it runs.
+An answer computes with one thread on the CPU and draws from generators seeded by (run, client, step), so its bits do
+not depend on where or beside whom it runs.
 """
 
 import math
@@ -45,7 +45,8 @@ class Engine:
         self, who: int, handler: Callable[..., Any], memory: Any, data: LocalData, message: Any, call: Call
     ) -> Answered[Any]:
         """Run one answer; where it trains, do what it describes."""
-        start, images, losses = time.perf_counter(), 0, []
+        start, images = time.perf_counter(), 0
+        losses: list[Tensor] = []
         generator = torch.Generator(self.device).manual_seed(seed_of(call.seed, who, call.step))
         data = replace(data, generator=generator, cache_seed=seed_of(call.seed, who, "cache", call.task))
         with threads(1), seeded(call.seed, who, call.step, "stray"):
@@ -97,7 +98,9 @@ class Engine:
         """Return the class of each image, from the broadcast alone, with all cores."""
         message = self.receive(message)
         with threads(os.cpu_count() or 1), torch.inference_mode():
-            parts = [self.client.predict(message, part.to(self.device)).argmax(1) for part in images.split(batch_size)]
+            parts = [
+                self.client.predict(message, part.to(self.device)).argmax(1) for part in torch.split(images, batch_size)
+            ]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=self.device)
 
     def _thaw(self, trains: tuple[str, ...]) -> list[nn.Parameter]:

@@ -63,7 +63,9 @@ def _differ(before: dict[str, Any], after: dict[str, Any]) -> bool:
     if before.keys() != after.keys():
         return True
     for old, new in zip(before.values(), after.values(), strict=True):
-        same = old[0] is new[0] and old[1] == new[1] if isinstance(old, tuple) and isinstance(new, tuple) else old == new
+        same = (
+            old[0] is new[0] and old[1] == new[1] if isinstance(old, tuple) and isinstance(new, tuple) else old == new
+        )
         if not same:
             return True
     return False

@@ -1,7 +1,8 @@
 """Replies, averaged while they come in.
 
-Answers are computed when they are first looked at (at the latest when the next question is asked), so that an average over
-many clients holds one reply at a time. The order is that of the clients asked: sums are the same to the bit everywhere.
+Answers are computed when they are first looked at (at the latest when the next question is asked), so that an average
+over many clients holds one reply at a time. The order is that of the clients asked: sums are the same to the bit
+everywhere.
 """
 
 from collections.abc import Iterator
@@ -56,7 +57,9 @@ class Replies(Generic[Up]):
     def _hold(self) -> list[Up]:
         if self._held is None:
             if self._folded is not None:
-                raise RuntimeError("these replies were averaged as they came; iterate over them before calling mean or sum")
+                raise RuntimeError(
+                    "these replies were averaged as they came; iterate over them before calling mean or sum"
+                )
             self._held = list(self._stream)
         return self._held
 
@@ -75,7 +78,11 @@ class Replies(Generic[Up]):
         if field not in {f.name for f in fields(self._sent)}:
             raise UserError(f"no client answered, so there is no mean of {field!r}; ask more clients or lower `lost`")
         value = getattr(self._sent, field)
-        return {f"{field}/{k}": v for k, v in value.items()} if isinstance(value, dict) else {field: torch.as_tensor(value)}
+        return (
+            {f"{field}/{k}": v for k, v in value.items()}
+            if isinstance(value, dict)
+            else {field: torch.as_tensor(value)}
+        )
 
     def _rebuilt(self, field: str, flat: Weights) -> Any:
         kind = get_type_hints(self._kind)[field]

@@ -1,8 +1,8 @@
 """Checkpoints on disk: the server's state, the clients' memories, and where the run stands.
 
-A checkpoint is a manifest `N.json` and the safetensors files it names, each with its digest. Files are written under new
-names, synced and renamed; the manifest comes last, so a torn checkpoint is one without a valid manifest and is passed over.
-Memories that did not change are not written again: a later manifest names the older file.
+A checkpoint is a manifest `N.json` and the safetensors files it names, each with its digest. Files are written under
+new names, synced and renamed; the manifest comes last, so a torn checkpoint is one without a valid manifest and is
+passed over. Memories that did not change are not written again: a later manifest names the older file.
 """
 
 import hashlib
@@ -55,7 +55,9 @@ class Checkpoints:
         everything = len(set(self.memory_files.values())) >= MOST_FILES or not self.memory_files
         copied = {client: _copy(flat) for client, flat in memories(everything).items()}
         self.number += 1
-        self._thread = threading.Thread(target=self._write, args=(self.number, dict(facts), _copy(state), copied), daemon=True)
+        self._thread = threading.Thread(
+            target=self._write, args=(self.number, dict(facts), _copy(state), copied), daemon=True
+        )
         self._thread.start()
         self._last = time.monotonic()
 
@@ -70,7 +72,9 @@ class Checkpoints:
 
     def latest(self) -> Saved | None:
         """Read the newest checkpoint whose files are all there and whole."""
-        for manifest in sorted(self.folder.glob("*.json"), key=lambda p: int(p.stem) if p.stem.isdigit() else -1, reverse=True):
+        for manifest in sorted(
+            self.folder.glob("*.json"), key=lambda p: int(p.stem) if p.stem.isdigit() else -1, reverse=True
+        ):
             try:
                 return self._read(manifest)
             except (OSError, ValueError, KeyError, TypeError, UserError):

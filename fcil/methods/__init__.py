@@ -21,11 +21,11 @@ class Entry(NamedTuple):
 
 
 METHODS = {
-    "finetune": Entry("fcil.methods.finetune", "bound", "federated averaging on each task's data alone: the lower bound"),
-    "joint": Entry("fcil.methods.joint", "bound", "clients keep every image they ever held: the upper bound"),
-    "fedprox": Entry("fcil.methods.fedprox", "reference", "a pull towards the global model in each local training"),
-    "lwf": Entry("fcil.methods.lwf", "reference", "distils the last task's global model into the new one, without memory"),
-    "ewc": Entry("fcil.methods.ewc", "reference", "holds on to the weights that mattered to earlier tasks (Fisher information)"),
+    "finetune": Entry("fcil.methods.finetune", "bound", "learns each task's data, forgets the rest: lower bound"),
+    "joint": Entry("fcil.methods.joint", "bound", "clients keep every image they ever had: upper bound"),
+    "fedprox": Entry("fcil.methods.fedprox", "reference", "finetune with a pull towards the global model"),
+    "lwf": Entry("fcil.methods.lwf", "reference", "the last task's model teaches the new one; no memory"),
+    "ewc": Entry("fcil.methods.ewc", "reference", "holds the weights that mattered before; no memory"),
 }
 
 DEFAULT = "joint"  # what `fcil run` runs

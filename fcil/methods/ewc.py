@@ -1,8 +1,8 @@
 """Elastic weight consolidation, in a federation: weights that mattered to earlier tasks are held where they were.
 
-Kirkpatrick et al., "Overcoming catastrophic forgetting in neural networks", PNAS 2017, with one running Fisher information
-for all earlier tasks (Schwarz et al., "Progress & Compress", ICML 2018). Each client sends the sum of squared gradients
-over its own images; the server divides by the number of images in the federation. No memory.
+Kirkpatrick et al., "Overcoming catastrophic forgetting in neural networks", PNAS 2017, with one running Fisher
+information for all earlier tasks (Schwarz et al., "Progress & Compress", ICML 2018). Each client sends the sum of
+squared gradients over its own images; the server divides by the number of images in the federation. No memory.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,9 @@ from fcil.scenario.tasks import LocalData, Task, mask
 class Config:
     lr: float = knob(0.1, "learning rate of the clients' SGD", above=0)
     strength: float = knob(100.0, "lambda: weight of the penalty, lambda/2 F (w - w_old)^2", least=0)
-    decay: float = knob(0.9, "what stays of the earlier tasks' Fisher information when a new task's is added", least=0, most=1)
+    decay: float = knob(
+        0.9, "what stays of the earlier tasks' Fisher information when a new task's is added", least=0, most=1
+    )
     samples: int = knob(64, "images of a client that its Fisher information is estimated from", least=1)
 
 
@@ -98,7 +100,9 @@ class Client:
     def measure(self, memory: Nothing, data: LocalData, message: Model) -> Squares:
         some = torch.randperm(len(data.labels), generator=data.generator, device=data.generator.device)
         some = some[: self.config.samples]
-        fisher = squared_gradients(loaded(self.net, message.weights), data.images[some], data.labels[some], message.seen)
+        fisher = squared_gradients(
+            loaded(self.net, message.weights), data.images[some], data.labels[some], message.seen
+        )
         return Squares(fisher, len(some))
 
     def predict(self, message: Model, images: Tensor) -> Tensor:
@@ -114,7 +118,9 @@ def squared_gradients(net: nn.Module, images: Tensor, labels: Tensor, seen: Tens
 
     sums = {name: torch.zeros_like(w) for name, w in weights.items()}
     gradients = vmap(grad(loss), in_dims=(None, 0, 0))
-    for some, their_labels in zip(images.split(8), labels.split(8), strict=True):  # eight gradients of 45 MB at a time
+    for some, their_labels in zip(
+        torch.split(images, 8), torch.split(labels, 8), strict=True
+    ):  # eight gradients of 45 MB at a time
         for name, g in gradients(weights, some, their_labels).items():
             sums[name] += g.square().sum(0)
     return sums

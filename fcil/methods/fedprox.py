@@ -1,7 +1,7 @@
 """FedProx: fine-tuning with a pull of each local training towards the global model it started from.
 
-Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020. Made against heterogeneous clients, not against
-forgetting: a reference for what that alone does.
+Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020. Made against heterogeneous clients, not
+against forgetting: a reference for what that alone does.
 """
 
 from collections.abc import Iterator

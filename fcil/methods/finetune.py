@@ -1,4 +1,4 @@
-"""Fine-tuning: federated averaging on whatever the current task brings, and nothing against forgetting. The lower bound.
+"""Fine-tuning: federated averaging on what each task brings, and nothing against forgetting. The lower bound.
 
 McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017.
 """

@@ -1,6 +1,7 @@
 """Joint training: every client keeps every image it ever held and trains on all of them. The upper bound, not a method.
 
-Its memory is weighed like any other, so the ledger shows what this bound costs; the benchmark's budget does not hold for it.
+Its memory is weighed like any other, so the ledger shows what this bound costs; the benchmark's budget does not hold
+for it.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Learning without forgetting, in a federation: the last task's global model teaches the new one on the new images.
 
-Li and Hoiem, "Learning without Forgetting", ECCV 2016. New images are classified among the new classes only; the old classes
-are held by distillation at temperature 2. No memory.
+Li and Hoiem, "Learning without Forgetting", ECCV 2016. New images are classified among the new classes only; the old
+classes are held by distillation at temperature 2. No memory.
 """
 
 from collections.abc import Iterator
@@ -54,7 +54,10 @@ class Server:
     def learn_task(self, task: Task, clients: Clients) -> Iterator[None]:
         if clients.once("keep the old model"):
             self.state.old_weights = self.state.weights
-            self.state.new, self.state.old = mask(task.new, self.setting.capacity), mask(task.old, self.setting.capacity)
+            self.state.new, self.state.old = (
+                mask(task.new, self.setting.capacity),
+                mask(task.old, self.setting.capacity),
+            )
         yield from fedavg(self, clients, Client.train)
 
 

@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-# Mean and deviation of CIFAR-100's training images; near enough for any natural image, and no statistics of a client's data.
+# Mean and deviation of CIFAR-100's training images: near enough for any natural image, and public.
 CENTRE, SPREAD = (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)
 
 
@@ -19,19 +19,20 @@ class Body(Protocol):
 
 
 class Normalise(nn.Module):
-    """Turn uint8 images, or floats in 0..1, into what a network likes; the constants are not weights and do not travel."""
+    """Centre and scale uint8 images, or floats in 0..1; the constants are not weights and do not travel."""
 
     def __init__(self, channels: int):
         super().__init__()
         centre, spread = (CENTRE, SPREAD) if channels == 3 else ((0.5,) * channels, (0.5,) * channels)
+        self.centre: Tensor
+        self.spread: Tensor
         self.register_buffer("centre", torch.tensor(centre).view(-1, 1, 1), persistent=False)
         self.register_buffer("spread", torch.tensor(spread).view(-1, 1, 1), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == torch.uint8:
             x = x.to(self.centre.dtype) / 255
-        normal: Tensor = (x - self.centre) / self.spread
-        return normal
+        return (x - self.centre) / self.spread
 
 
 class Classifier(nn.Module):

@@ -1,7 +1,7 @@
 """ResNet-18 with a 3x3 stem, for small images.
 
-He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, in the form that MFCL, GLFC and TARGET use: stride 1 and
-no pooling in the stem. 11,168,832 parameters without a head.
+He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, in the form that MFCL, GLFC and TARGET use:
+stride 1 and no pooling in the stem. 11,168,832 parameters without a head.
 """
 
 from torch import Tensor, nn

@@ -1,7 +1,7 @@
 """Tables: many runs side by side, and the one a newcomer sees at the end of a run.
 
-A comparison has a section for each benchmark and protocol, and in it a row for each method and its settings, averaged over
-seeds. The same rows are drawn for the terminal, for Markdown, for LaTeX and as CSV.
+A comparison has a section for each benchmark and protocol, and in it a row for each method and its settings, averaged
+over seeds. The same rows are drawn for the terminal, for Markdown, for LaTeX and as CSV.
 """
 
 import csv
@@ -152,13 +152,13 @@ def accuracy_table(result: Mapping[str, Any], width: int = 80) -> Table:
     ]
     if len("forgetting") + 6 * tasks + len(" so far") > width:
         columns = [
-            ("first task", [row[0] for row in matrix], falls[0]),
-            ("newest task", [row[-1] for row in matrix], None),
+            ("first\ntask", [row[0] for row in matrix], falls[0]),
+            ("newest\ntask", [row[-1] for row in matrix], None),
         ]
     names = f"{result['method']} on {result['benchmark']}, {result['protocol']} protocol, seed {result['seed']}"
     table = Table(
         title=Text.assemble((names, "bold"), "\ntest accuracy in percent"), title_style="", title_justify="left",
-        caption="final: all classes at the end; average: mean of the last column; forgetting: fall from a task's best",
+        caption="average: mean of the last column; forgetting: fall from each task's best",
         caption_style="dim", caption_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False, pad_edge=False,
     )  # fmt: skip
     # Title and caption are folded to the table's width, so a table of few tasks is widened at its first column.

@@ -1,19 +1,23 @@
 """The ledger: what happened in a run, one JSON object a line, only ever appended to.
 
-    {"kind": "run", "format": 1, "method": "hr", "benchmark": "digits", "seed": 0, ...}            first, once
+At the start, once:
+    {"kind": "run", "format": 1, "method": "hr", "benchmark": "digits", "seed": 0, ...}
+At the end of a round:
     {"kind": "round", "task": 0, "stage": "train", "round": 3, "rounds": 20, "clients": 5, "lost": 0, "loss": 0.7,
-     "seconds": {"train": 0.21}, "down": 51200, "up": 51200}                                       at the end of a round
-    {"kind": "evaluation", "task": 0, "round": 10, "correct": [61], "total": [72]}                 inside a task, if asked for
-    {"kind": "task", "task": 0, "correct": [70], "total": [72], "per_class": [97.2, 98.6, null], "per_client": [97.5, null],
-     "seconds": {"train": 4.1, "evaluate": 0.1}, "down": 1024000, "up": 1024000,
-     "kept": 6400, "kept_max": 640, "clients": 10}                                                 at the end of a task
+     "seconds": {"train": 0.21}, "down": 51200, "up": 51200}
+Inside a task, if asked for:
+    {"kind": "evaluation", "task": 0, "round": 10, "correct": [61], "total": [72]}
+At the end of a task:
+    {"kind": "task", "task": 0, "correct": [70], "total": [72], "per_class": [97.2, 98.6, null],
+     "per_client": [97.5, null], "seconds": {"remember": 0.3, "evaluate": 0.1}, "down": 51200, "up": 80,
+     "kept": 6400, "kept_max": 640, "clients": 10}
 
-Tasks and rounds count from 0. `correct` and `total` hold one number for each task so far. `seconds` are parts that do not
-overlap. The seconds and bytes of a task line are those of the whole task, its rounds included. A number that is not
-finite (the loss of a run that diverged) is written as null.
+Tasks and rounds count from 0. `correct` and `total` hold one number for each task so far. Seconds and bytes down and up
+are those since the line before, so a task line has what followed its last round, and the cost of a task or a run is the
+sum over its lines. The parts of `seconds` do not overlap. A number that is not finite is written as null.
 
-Each line goes to the file in one write, so a killed run leaves at most one torn line, at the end, which no reader trusts.
-All results are computed from these lines.
+Each line goes to the file in one write, so a killed run leaves at most one torn line, at the end, which no reader
+trusts. All results are computed from these lines.
 """
 
 import hashlib
@@ -74,7 +78,7 @@ class EvaluationLine(TypedDict):
 
 
 class TaskLine(TypedDict):
-    """The end of a task: answers on every task so far, and the cost of this one."""
+    """The end of a task: answers on every task so far, what is kept, and the cost since the last round."""
 
     kind: Literal["task"]
     task: int
@@ -160,11 +164,11 @@ def result_of(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     if not tasks:
         raise UserError("the ledger has no task line: no task of this run has ended")
     try:
-        return _result(tasks)
+        return {**_accuracy(tasks), **_cost([line for line in lines if line.get("kind") in ("round", "task")])}
     except KeyError as error:
-        raise UserError(f"a task line of the ledger lacks {error}") from None
+        raise UserError(f"a line of the ledger lacks {error}") from None
     except (TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"the task lines of the ledger do not fit together ({error})") from None
+        raise UserError(f"the lines of the ledger do not fit together ({error})") from None
 
 
 def sha256(path: Path) -> str:
@@ -184,7 +188,7 @@ def verify(folder: Path) -> list[str]:
         computed, digest = result_of(lines), sha256(path)
     except UserError as error:
         return [f"{folder}: {error}"]
-    named = {key: lines[0][key] for key in ("method", "benchmark", "seed") if key in lines[0]}
+    named: dict[str, Any] = {key: lines[0][key] for key in ("method", "benchmark", "seed") if key in lines[0]}
     found = [
         f"{folder}: {_difference(key, result[key], value)}"
         for key, value in {**named, **computed}.items()
@@ -195,23 +199,28 @@ def verify(folder: Path) -> list[str]:
     return found
 
 
-def _result(tasks: list[Mapping[str, Any]]) -> dict[str, Any]:
+def _accuracy(tasks: list[Mapping[str, Any]]) -> dict[str, Any]:
     if [line["task"] for line in tasks] != list(range(len(tasks))):
-        raise ValueError(f"they are for tasks {', '.join(str(line['task']) for line in tasks)}")
+        raise ValueError(f"they end the tasks {', '.join(str(line['task']) for line in tasks)}")
     total = tasks[-1]["total"]
     for t, line in enumerate(tasks):
         if line["total"] != total[: t + 1]:
             raise ValueError(f"the number of test images changes after task {t}")
+    return {
+        **summary([line["correct"] for line in tasks], total),
+        "memory_bytes": max(line["kept_max"] for line in tasks),
+    }
+
+
+def _cost(lines: list[Mapping[str, Any]]) -> dict[str, Any]:
     parts: dict[str, float] = {}
-    for line in tasks:
+    for line in lines:
         for part, seconds in line["seconds"].items():
             parts[part] = parts.get(part, 0.0) + seconds
     return {
-        **summary([line["correct"] for line in tasks], total),
         "seconds": {**parts, "total": sum(parts.values())},
-        "down": sum(line["down"] for line in tasks),
-        "up": sum(line["up"] for line in tasks),
-        "memory_bytes": max(line["kept_max"] for line in tasks),
+        "down": sum(line["down"] for line in lines),
+        "up": sum(line["up"] for line in lines),
     }
 
 

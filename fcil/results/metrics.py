@@ -1,8 +1,8 @@
 """The metrics of class-incremental learning, as pure functions of counts.
 
 `correct[t][j]` is how many test images of task j were answered rightly after task t (j <= t), `total[j]` how many test
-images task j has. Accuracies are percent, 0 to 100. Papers and codes differ in what they call forgetting, and many print
-the average where others print the final accuracy, so each has its own name here.
+images task j has. Accuracies are percent, 0 to 100. Papers and codes differ in what they call forgetting, and some
+print the average where others print the final accuracy, so each has its own name here.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
 """Benchmarks and protocols by name: who learns what, and for how long.
 
-A benchmark says which data comes to which clients in which tasks, and how many bytes a client may keep; a protocol says how
-long and how clients train. Both are the same for every method. This file imports nothing heavy: listing costs no start-up.
+A benchmark says which data comes to which clients in which tasks, and how many bytes a client may keep; a protocol
+says how long and how clients train. Both are the same for every method. This file imports nothing heavy: listing costs
+no start-up.
 """
 
 import tomllib
@@ -21,7 +22,9 @@ class Benchmark:
     """Tasks, clients and memory of an experiment."""
 
     name: str = knob("", "what the benchmark is called")
-    dataset: str = knob("", "digits, cifar100, tiny-imagenet, imagenet-subset, or a path to class folders or parquet files")
+    dataset: str = knob(
+        "", "digits, cifar100, tiny-imagenet, imagenet-subset, or a path to class folders or parquet files"
+    )
     tasks: int = knob(10, "number of tasks; fewer than a benchmark has means its first ones", least=1)
     classes_per_task: int = knob(10, "classes that each task brings", least=1)
     clients: int = knob(50, "clients at the start", least=1)
@@ -33,17 +36,27 @@ class Benchmark:
     class_order: str = knob("1993", "order of the classes: 1993, natural, or a list such as 3,0,1,2")
     partition: str = knob("lda_equal", "how a task's images are dealt to the clients", choices=PARTITIONS)
     alpha: float = knob(1.0, "concentration of the Dirichlet distributions; 0 deals all classes evenly", least=0)
-    class_share: float = knob(0.6, "class_subset, powerlaw_dirichlet: share of a task's classes a client owns", above=0, most=1)
+    class_share: float = knob(
+        0.6, "class_subset, powerlaw_dirichlet: share of a task's classes a client owns", above=0, most=1
+    )
     exponent: float = knob(3.0, "powerlaw_dirichlet: exponent of the law of client sizes", above=1)
     reseed_per_task: bool = knob(False, "dirichlet_class: draw the same proportions in every task, as TARGET does")
     joining: int = knob(0, "clients that join at each task after the first", least=0)
     leaving: int = knob(0, "clients that leave at each task after the first", least=0)
-    staying: float = knob(0.0, "share of the clients that keep the previous task's images instead of new ones", least=0, most=1)
-    memory: float = knob(20.0, "memory a class, in raw images: over the federation, or per client (memory_scope)", least=0)
+    staying: float = knob(
+        0.0, "share of the clients that keep the previous task's images instead of new ones", least=0, most=1
+    )
+    memory: float = knob(
+        20.0, "memory a class, in raw images: over the federation, or per client (memory_scope)", least=0
+    )
     memory_scope: str = knob("federation", "what `memory` counts over", choices=("federation", "client"))
-    memory_rule: str = knob("fixed", "fixed: all bytes from the start; growing: in step with the classes", choices=("fixed", "growing"))
+    memory_rule: str = knob(
+        "fixed", "fixed: all bytes from the start; growing: in step with the classes", choices=("fixed", "growing")
+    )
     lost: float = knob(0.0, "share of messages that never reach their client", least=0, most=1)
-    holdout: float = knob(0.0, "share of the training images used for testing in place of the test set", least=0, most=0.9)
+    holdout: float = knob(
+        0.0, "share of the training images used for testing in place of the test set", least=0, most=0.9
+    )
     train_limit: int = knob(0, "training images used per class; 0 is all", least=0)
     test_limit: int = knob(0, "test images used per class; 0 is all", least=0)
     partition_seed: int = knob(-1, "seed of the partition; -1 is the run's seed", least=-1)
@@ -59,7 +72,9 @@ class Protocol:
     steps: int = knob(15, "local steps per round; 0 counts epochs instead", least=0)
     epochs: int = knob(5, "local epochs per round, where steps is 0", least=1)
     batch_size: int = knob(64, "images per local step", least=1)
-    schedule: str = knob("cosine", "learning rate over the rounds of a task", choices=("cosine", "exponential", "constant"))
+    schedule: str = knob(
+        "cosine", "learning rate over the rounds of a task", choices=("cosine", "exponential", "constant")
+    )
     momentum: float = knob(0.9, "momentum of the local SGD, fresh in every round", least=0, most=0.999)
     weight_decay: float = knob(5e-4, "weight decay of the local SGD", least=0)
     clip: float = knob(10.0, "largest norm of a step's gradient; 0 is no limit", least=0)
@@ -75,8 +90,6 @@ PROTOCOLS = {
     "paper": Protocol("paper", rounds=100, steps=0, epochs=5, batch_size=32, schedule="exponential"),
 }
 
-_imagenet = {"dataset": "imagenet-subset", "clients": 100, "active": 10}
-
 BENCHMARKS = {
     b.name: b
     for b in (
@@ -86,8 +99,8 @@ BENCHMARKS = {
         ),
         Benchmark("cifar100-10x10", "cifar100"),
         Benchmark("cifar100-20x5", "cifar100", tasks=20, classes_per_task=5),
-        Benchmark("imagenet-subset-10x20", classes_per_task=20, **_imagenet),
-        Benchmark("imagenet-subset-20x10", tasks=20, **_imagenet),
+        Benchmark("imagenet-subset-10x20", "imagenet-subset", classes_per_task=20, clients=100, active=10),
+        Benchmark("imagenet-subset-20x10", "imagenet-subset", tasks=20, clients=100, active=10),
         Benchmark("tinyimagenet-10x5", "tiny-imagenet", classes_per_task=5, clients=300, active=30),
         Benchmark("mfcl-cifar100", "cifar100", class_order="natural"),
         Benchmark("mfcl-tiny", "tiny-imagenet", classes_per_task=20, clients=100, active=10, class_order="natural"),
@@ -99,15 +112,15 @@ BENCHMARKS = {
 }  # fmt: skip
 
 ABOUT = {
-    "digits": "8x8 handwritten digits of scikit-learn: nothing to download, under a minute",
-    "cifar100-10x10": "the paper's first column",
-    "cifar100-20x5": "the paper's second column: a long sequence",
-    "imagenet-subset-10x20": "the paper's third column: 200 classes at 84 pixels, from an ImageNet folder",
-    "imagenet-subset-20x10": "the paper's fourth column",
-    "tinyimagenet-10x5": "the paper's fifth column: 50 classes at 64 pixels, about 8 images a client and task",
-    "mfcl-cifar100": "CIFAR-100 as in MFCL: natural class order",
-    "mfcl-tiny": "TinyImageNet as in MFCL: all 200 classes, natural order",
-    "glfc-cifar100": "CIFAR-100 as in GLFC: six of ten classes a client, ten clients join each task",
+    "digits": "8x8 digits of scikit-learn: no download, a minute",
+    "cifar100-10x10": "column 1 of the paper's Table 2",
+    "cifar100-20x5": "column 2: a long sequence",
+    "imagenet-subset-10x20": "column 3: 200 classes, 84 px",
+    "imagenet-subset-20x10": "column 4: a long sequence",
+    "tinyimagenet-10x5": "column 5: 64 px, 8 images a client and task",
+    "mfcl-cifar100": "as in MFCL: natural class order",
+    "mfcl-tiny": "as in MFCL: all 200 classes, natural order",
+    "glfc-cifar100": "as in GLFC: 6 of 10 classes each, 10 join a task",
 }
 
 
@@ -139,7 +152,7 @@ def from_toml(path: Path) -> Benchmark:
     start = Benchmark(name=path.stem) if base is None else benchmark(str(base))
     made = changed(start, {"name": path.stem, **{k: v for k, v in values.items() if k != "base"}})
     if not made.dataset:
-        raise UserError(f"{path} names no dataset; add a line such as dataset = \"cifar100\"")
+        raise UserError(f'{path} names no dataset; add a line such as dataset = "cifar100"')
     if "/" in made.dataset or (path.parent / made.dataset).exists():
         made = changed(made, {"dataset": str((path.parent / made.dataset).resolve())})
     return made

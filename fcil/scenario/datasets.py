@@ -18,7 +18,7 @@ from fcil.scenario.images import decoded, resized
 from fcil.scenario.sources import Source, find, folder_source
 
 LICENCES = {
-    "digits": "UCI optical recognition of handwritten digits (Alpaydin and Kaynak 1998), CC BY 4.0; copy of scikit-learn, BSD",
+    "digits": "UCI handwritten digits (Alpaydin and Kaynak 1998), CC BY 4.0; the copy of scikit-learn, BSD",
     "cifar100": "CIFAR-100 (Krizhevsky 2009), for research use",
     "tiny-imagenet": "TinyImageNet (Stanford CS231n), under ImageNet's terms: non-commercial research",
     "imagenet-subset": "ImageNet (Deng et al. 2009), under its terms: non-commercial research",
@@ -56,7 +56,7 @@ def load(name: str, image_size: int = 0) -> Dataset:
         shown = folder.name if folder.name.startswith(name) else name
         return _from_source(shown, LICENCES[name], find(folder), image_size)
     path = Path(name).expanduser()
-    if not path.exists() and os.sep not in name:
+    if not name or (os.sep not in name and not path.exists()):
         raise unknown("dataset", name, [*LICENCES, "a path to class folders or parquet files"])
     return _from_source(path.resolve().name, "the user's own", find(path), image_size)
 

@@ -43,8 +43,8 @@ class Decoded:
 def decoded(source: Source, image_size: int = 0) -> Decoded:
     """Return a source's images, from the cache if its files have not changed.
 
-    An `image_size` of 0 keeps images that are all square, alike and at most 96 pixels wide, and makes others 64. A class
-    without a usable training or test image is an error. Where the cache cannot be written, nothing is kept.
+    An `image_size` of 0 keeps images that are all square, alike and at most 96 pixels wide, and makes others 64. A
+    class without a usable training or test image is an error. Where the cache cannot be written, nothing is kept.
     """
     cache = Path(os.environ.get("FCIL_CACHE") or Path.home() / ".cache" / "fcil")
     key = hashlib.blake2b(repr((FORMAT, image_size, source.stamp())).encode(), digest_size=16).hexdigest()
@@ -91,7 +91,8 @@ def _decode_into(file: IO[bytes], scratch: IO[bytes], source: Source, image_size
         scratch.truncate()
         usable, keys, size = _decode_all(contents, scratch, DEFAULT_SIZE)
     if not len(usable):
-        raise UserError(f"none of the {len(contents.labels)} images in {source.where} can be read; they may be PNG or JPEG")
+        count = len(contents.labels)
+        raise UserError(f"none of the {count} images in {source.where} can be read; they may be PNG or JPEG")
     labels = contents.labels[usable]
     train, test = _halves(source, contents.names, labels, contents.halves[usable], keys)
     order = np.concatenate([train, test])
@@ -162,7 +163,8 @@ def _halves(
         for what, half in (("training", train), ("test", test)):
             if not (half & (labels == j)).any():
                 raise UserError(
-                    f"class {name!r} in {source.where} has no {what} image that can be read; add images or remove the class"
+                    f"class {name!r} in {source.where} has no {what} image that can be read; "
+                    "add images or remove the class"
                 )
     return np.flatnonzero(train), np.flatnonzero(test)
 
@@ -196,7 +198,7 @@ def _open(file: Path) -> Decoded | None:
             images, labels = kept.get_tensor("images"), kept.get_tensor("labels")
         names, train = tuple(json.loads(about["names"])), int(about["train"])
         fits = about["format"] == str(FORMAT) and images.shape[1] == 3 and len(images) == len(labels) > train > 0
-        fits = fits and 0 <= int(labels.min()) and int(labels.max()) < len(names)
+        fits = fits and int(labels.min()) >= 0 and int(labels.max()) < len(names)
         return Decoded(images, labels, train, names, int(about["skipped"])) if fits else None
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, IndexError, AttributeError):
         return None

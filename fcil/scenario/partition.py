@@ -1,7 +1,7 @@
 """Partitions: how a task's images are dealt to its clients (methods.md 2.4).
 
-Each takes the images' labels, the number of clients and a numpy Generator, and returns one sorted index array per client.
-All but `class_subset` give every image to exactly one client.
+Each takes the images' labels, the number of clients and a numpy Generator, and returns one sorted index array per
+client. All but `class_subset` give every image to exactly one client.
 """
 
 from dataclasses import dataclass
@@ -54,23 +54,28 @@ def evenly(labels: Indices, clients: int, rng: np.random.Generator) -> list[Indi
 
 
 def lda_equal(labels: Indices, clients: int, rng: np.random.Generator, alpha: float) -> list[Indices]:
-    """Give all clients equally many images, each drawn from the client's own class mix ~ Dir(alpha), as MFCL and Flower do.
+    """Give all clients equally many images, drawn from each one's own class mix ~ Dir(alpha), as MFCL and Flower do.
 
-    Clients draw one after the other without replacement; a class that is used up leaves the mix. Where the images cannot be
-    divided equally, sizes differ by at most one, so there is no need to fall back to another partition.
+    Clients draw one after the other without replacement; a class that is used up leaves the mix. Their order is random,
+    so that not the same clients get the leftovers of every task. Where the images cannot be divided equally, sizes
+    differ by at most one, so there is no need to fall back to another partition.
     """
     if alpha == 0:
         return evenly(labels, clients, rng)
     piles = _Piles.of(labels, rng)
     mixes = _dirichlet(alpha, len(piles.left), clients, rng)
     sizes = _equal_sizes(len(labels), clients, rng)
-    return [np.sort(piles.take(_draw(int(n), mix, piles.left, rng))) for n, mix in zip(sizes, mixes, strict=True)]
+    shares = [_none()] * clients
+    for client in rng.permutation(clients):
+        shares[client] = np.sort(piles.take(_draw(int(sizes[client]), mixes[client], piles.left, rng)))
+    return shares
 
 
 def dirichlet_class(labels: Indices, clients: int, rng: np.random.Generator, alpha: float) -> list[Indices]:
     """Cut each class by proportions over the clients ~ Dir(alpha), passing over clients that are full, as TARGET does.
 
-    The draw is repeated until every client has an image, at most 50 times; then the one with the fewest empty clients counts.
+    The draw is repeated until every client has an image, at most 50 times; then the one with the fewest empty clients
+    counts.
     """
     if alpha == 0:
         return evenly(labels, clients, rng)
@@ -87,7 +92,10 @@ def dirichlet_class(labels: Indices, clients: int, rng: np.random.Generator, alp
 
 
 def class_subset(labels: Indices, clients: int, rng: np.random.Generator, class_share: float) -> list[Indices]:
-    """Give each client all images of its own random classes, as GLFC does; clients share images, and a class may have no owner."""
+    """Give each client all images of its own random classes, as GLFC does.
+
+    Clients share images, and a class that no client drew is left out.
+    """
     classes = np.unique(labels)
     owned = _owned(len(classes), class_share)
     return [
@@ -101,8 +109,8 @@ def powerlaw_dirichlet(
 ) -> list[Indices]:
     """Give clients sizes from a power law, own classes, and a mix of these ~ Dir(alpha), as FedSpace does.
 
-    A class that nobody drew goes to one client more than its share. What is left when the owners are full, is dealt to owners
-    in proportion to their size. An `alpha` of 0 mixes a client's own classes evenly.
+    A class that nobody drew goes to one client beyond its share. What is left when the owners are full is dealt to
+    owners in proportion to their size. An `alpha` of 0 mixes a client's own classes evenly.
     """
     piles = _Piles.of(labels, rng)
     classes = len(piles.left)
@@ -125,10 +133,10 @@ def powerlaw_dirichlet(
 
 
 def dirichlet_balanced(labels: Indices, clients: int, rng: np.random.Generator, alpha: float) -> list[Indices]:
-    """Give all clients equally many images by own class priors ~ Dir(alpha), one image at a time in turn, as FedFTG does.
+    """Give all clients equally many images by own class priors ~ Dir(alpha), one at a time in turn, as FedFTG does.
 
-    Unlike in `lda_equal`, a class runs out for all clients at once, so no client is left with what the others did not want.
-    Sizes differ by at most one.
+    Unlike in `lda_equal`, a class runs out for all clients at once, so no client is left with what the others did not
+    want. Sizes differ by at most one.
     """
     if alpha == 0:
         return evenly(labels, clients, rng)
@@ -174,8 +182,8 @@ class _Piles:
 
 
 def _draw(size: int, mix: Floats, left: Indices, rng: np.random.Generator) -> Indices:
-    # Counts of `size` single draws without replacement, where a class that is used up leaves the mix: draws beyond what is
-    # left are simply drawn again, which is the same in distribution and needs a few multinomials in place of `size` steps.
+    # Counts of `size` single draws without replacement, where a class that is used up leaves the mix: draws beyond what
+    # is left are drawn again, which is the same in distribution and needs a few multinomials in place of `size` steps.
     counts = np.zeros_like(left)
     size = min(size, int(left.sum()))
     while missing := size - int(counts.sum()):

@@ -1,6 +1,6 @@
 """A scenario: tasks in order, each client's share of them, the test sets, the schedule of clients, the memory.
 
-Everything follows from the benchmark and the run's seed. Images stay where the dataset has them; shares are index arrays.
+Everything follows from the benchmark and the run's seed. Images stay where the dataset has them; shares are indices.
 """
 
 from functools import cached_property
@@ -46,8 +46,9 @@ class Scenario:
         self._test_images = self._images if benchmark.holdout else tested.to(self.device)
         self._slots = _slots(data.train_labels, order)
 
-        sampling = seed if benchmark.sampling_seed == -1 else benchmark.sampling_seed
         b = benchmark
+        self.partition_seed = seed if b.partition_seed == -1 else b.partition_seed
+        sampling = seed if b.sampling_seed == -1 else b.sampling_seed
         self.schedule = Schedule(b.tasks, b.clients, b.active, b.joining, b.leaving, sampling)
         self._stayed: list[set[int]] = []
         self._deals: list[dict[int, Indices]] = []
@@ -89,7 +90,7 @@ class Scenario:
     def held(self, client: int, task: Task) -> Indices:
         """Return how many images of each class a client has had up to and with `task`, each counted once."""
         fresh = [self._shares[t][client] for t in range(task.index + 1) if client not in self._stayed[t]]
-        return np.sum(fresh, axis=0, dtype=np.int64)
+        return sum(fresh, start=np.zeros(self.capacity, dtype=np.int64))
 
     @cached_property
     def _shares(self) -> list[Indices]:
@@ -103,8 +104,8 @@ class Scenario:
 
     def _deal(self, task: Task) -> None:
         b, t = self.benchmark, task.index
-        seed = self.seed if b.partition_seed == -1 else b.partition_seed
-        stayed = self._draw_stayed(task, seed)
+        seed = self.partition_seed
+        stayed = self._draw_stayed(task)
         takers = [c for c in self.present(task) if c not in stayed]
         rng = np.random.default_rng(seed_of(seed, "partition") if b.reseed_per_task else seed_of(seed, "partition", t))
         pool = np.sort(np.concatenate([self._train[j] for j in task.new]))
@@ -116,24 +117,28 @@ class Scenario:
         self._deals.append(deal | {c: self._deals[-1][c] for c in stayed})
         self._stayed.append(stayed)
 
-    def _draw_stayed(self, task: Task, seed: int) -> set[int]:
+    def _draw_stayed(self, task: Task) -> set[int]:
         if task.index == 0 or self.benchmark.staying == 0:
             return set()
         before = set(self.present(self.tasks[task.index - 1]))
         both = [c for c in self.present(task) if c in before]
-        rng = np.random.default_rng(seed_of(seed, "staying", task.index))
+        rng = np.random.default_rng(seed_of(self.partition_seed, "staying", task.index))
         return set(rng.permutation(both)[: round(self.benchmark.staying * len(both))].tolist())
 
     def _oddities(self) -> list[str]:
-        empty = {c for deal in self._deals for c, mine in deal.items() if len(mine) == 0}
         found = []
+        data, asked, everyone = self.dataset, self.benchmark.dataset, self.schedule.total
+        empty = {c for deal in self._deals for c, mine in deal.items() if len(mine) == 0}
         if empty:
-            found.append(f"{len(empty)} of {self.schedule.total} clients have no image in some task; they answer with count 0")
-        unowned = sum(not (table.sum(axis=0)[list(t.new)] > 0).all() for t, table in zip(self.tasks, self._shares, strict=True))
-        if unowned:
-            found.append(f"in {unowned} of {len(self.tasks)} tasks some class has no client that holds it")
-        if self.dataset.skipped:
-            found.append(f"{self.dataset.skipped} images of {self.dataset.name} could not be read and are left out")
+            found.append(f"{len(empty)} of {everyone} clients have no image in some task; they answer with count 0")
+        held = [table.sum(axis=0)[list(task.new)] for task, table in zip(self.tasks, self._shares, strict=True)]
+        missing = sum(int((counts == 0).sum()) for counts in held)
+        if missing:
+            found.append(f"{missing} of {self.capacity} classes are held by no client when their task comes")
+        if data.skipped:
+            found.append(f"{data.skipped} images of {data.name} could not be read and are left out")
+        if data.name != asked and data.name.startswith(f"{asked}-"):
+            found.append(f"{data.name} stands in for {asked}: {len(data.class_names)} classes, in another order")
         return found
 
 
@@ -142,8 +147,8 @@ def class_order(benchmark: Benchmark, names: tuple[str, ...]) -> list[int]:
     wanted = benchmark.tasks * benchmark.classes_per_task
     if wanted > len(names):
         raise UserError(
-            f"{benchmark.tasks} tasks of {benchmark.classes_per_task} classes need {wanted} classes, but {benchmark.dataset} "
-            f"has {len(names)}; lower tasks or classes_per_task so that their product is at most {len(names)}"
+            f"{benchmark.tasks} tasks of {benchmark.classes_per_task} classes need {wanted} classes, but "
+            f"{benchmark.dataset} has {len(names)}; tasks times classes_per_task may be at most {len(names)}"
         )
     if benchmark.class_order == "1993":
         return [int(j) for j in np.random.RandomState(1993).permutation(len(names))[:wanted]]
@@ -162,7 +167,7 @@ def class_order(benchmark: Benchmark, names: tuple[str, ...]) -> list[int]:
 
 
 def _images_of_slots(benchmark: Benchmark, data: Dataset, order: list[int]) -> tuple[list[Indices], list[Indices]]:
-    """Return the training and test images of each slot; what is held out or limited does not move with the run's seed."""
+    """Return the training and test images of each slot; holding out and limits do not move with the run's seed."""
     train, test = [], []
     trained, tested = data.train_labels.numpy(), data.test_labels.numpy()
     for j in order:

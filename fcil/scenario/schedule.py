@@ -1,6 +1,7 @@
 """Who takes part: the clients present in each task and those that train in each round."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fcil.errors import UserError
 from fcil.seeds import seed_of
@@ -9,7 +10,9 @@ from fcil.seeds import seed_of
 class Schedule:
     """The clients' comings and goings, drawn from one seed and equal for every method."""
 
-    def __init__(self, tasks: int, clients: int, active: int, joining: int = 0, leaving: int = 0, seed: int = 0) -> None:
+    def __init__(
+        self, tasks: int, clients: int, active: int, joining: int = 0, leaving: int = 0, seed: int = 0
+    ) -> None:
         if active > clients:
             raise UserError(f"active={active} is not allowed with clients={clients}; active takes 1 to {clients}")
         self.active, self.seed = active, seed
@@ -21,8 +24,8 @@ class Schedule:
             self._present.append(np.concatenate([staying, newcomers]))
             if len(self._present[-1]) < active:
                 raise UserError(
-                    f"leaving={leaving} leaves {len(self._present[-1])} clients in task {t + 1}, fewer than active={active}; "
-                    "lower leaving or active, or raise clients or joining"
+                    f"leaving={leaving} leaves {len(self._present[-1])} clients in task {t + 1}, fewer than "
+                    f"active={active}; lower leaving or active, or raise clients or joining"
                 )
 
     def present(self, task_index: int) -> list[int]:
@@ -38,5 +41,5 @@ class Schedule:
         return found
 
 
-def _without(clients: np.ndarray, leaving: int, rng: np.random.Generator) -> np.ndarray:
+def _without(clients: NDArray[np.int64], leaving: int, rng: np.random.Generator) -> NDArray[np.int64]:
     return np.sort(rng.permutation(clients)[leaving:])

@@ -40,8 +40,15 @@ class Source:
 
     def stamp(self) -> list[tuple[str, int, int]]:
         """Return what changes when a file changes."""
-        stats = [(file, file.stat()) for file in self.files]
-        return [(str(file.absolute()), s.st_size, s.st_mtime_ns) for file, s in stats]
+        return [(str(file.absolute()), *_size_and_time(file)) for file in self.files]
+
+
+def _size_and_time(file: Path) -> tuple[int, int]:
+    try:
+        stat = file.stat()
+    except OSError:  # a broken link: reading it will count as an unreadable image
+        return -1, -1
+    return stat.st_size, stat.st_mtime_ns
 
 
 def find(path: Path) -> Source:
@@ -55,7 +62,7 @@ def find(path: Path) -> Source:
         exists = path.exists()
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); data may be {LAYOUTS}") from None
-    raise UserError(f"{path} is {'no such thing' if exists else 'not there'}; data may be {LAYOUTS}")
+    raise UserError(f"{path} {'is another kind of file' if exists else 'does not exist'}; data may be {LAYOUTS}")
 
 
 # Folders
@@ -250,7 +257,8 @@ def _columns(shard: Path, names: list[str]) -> tuple[str, str]:
     image = next((name for name in ("img", "image") if name in names), None)
     label = next((name for name in ("fine_label", "label") if name in names), None)
     if image is None or label is None:
-        raise UserError(f"{shard} needs a column img or image and a column fine_label or label; it has {', '.join(names)}")
+        found = ", ".join(names)
+        raise UserError(f"{shard} needs a column img or image and a column fine_label or label; it has {found}")
     return image, label
 
 

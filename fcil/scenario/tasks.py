@@ -60,7 +60,7 @@ class LocalData:
 
     def classes(self) -> list[int]:
         """The classes this client holds, in order."""
-        return self.labels.unique().tolist()
+        return sorted(set(self.labels.tolist()))
 
     def cached(self, key: str, make: Callable[[torch.Generator], T]) -> T:
         """Return what `make` derives from data or memory, kept until the task ends; rebuilt alike after a restart."""

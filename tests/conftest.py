@@ -1,0 +1,28 @@
+"""What many tests need: a tiny scenario on real digits, and runs that do not touch the user's folders."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fcil.plan import Plan, plan
+from fcil.scenario.benchmarks import BENCHMARKS, Benchmark
+
+TINY = replace(BENCHMARKS["digits"], name="tiny", tasks=3, clients=4, active=2)
+SHORT = {"rounds": 3, "steps": 3, "batch_size": 16}
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(
+        "FCIL_CACHE", str(Path(os.environ.get("PYTEST_FCIL_CACHE", tmp_path_factory.getbasetemp() / "cache")))
+    )
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    yield
+
+
+def tiny_plan(method: str, benchmark: Benchmark = TINY, seed: int = 0, **settings: object) -> Plan:
+    """A plan on three tasks of two digits each, with three short rounds, unless set otherwise."""
+    return plan(method, benchmark, seed=seed, settings={**SHORT, **settings})

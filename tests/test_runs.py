@@ -1,0 +1,98 @@
+"""Finding runs on disk."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fcil.errors import UserError
+from fcil.results.runs import find, read_result, unfinished
+
+RESULT: dict[str, Any] = {
+    "format": 1, "method": "hr", "benchmark": "digits", "protocol": "quick", "seed": 0, "final": 60.0, "average": 70.0,
+    "forgetting": 3.0, "bwt": -3.0, "matrix": [[60.0]], "seconds": {"train": 1.0, "total": 1.0}, "memory_bytes": 640,
+}  # fmt: skip
+
+
+def finish(folder: Path, **changes: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("config.toml", "ledger.jsonl"):
+        (folder / name).touch()
+    (folder / "result.json").write_text(json.dumps({**RESULT, **changes}))
+    return folder
+
+
+def begin(folder: Path, *files: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in files or ("config.toml", "ledger.jsonl"):
+        (folder / name).touch()
+    return folder
+
+
+def test_runs_are_found_at_any_depth_and_once(tmp_path: Path) -> None:
+    one = finish(tmp_path / "digits" / "hr" / "0")
+    two = finish(tmp_path / "digits" / "icarl" / "1", method="icarl", seed=1)
+    waiting = begin(tmp_path / "digits" / "icarl" / "2")
+    runs = find([tmp_path, one, tmp_path / "digits" / "icarl"])
+    assert [run.folder for run in runs] == [one, two]
+    assert runs[1].result["method"] == "icarl" and runs[1].settings == {}
+    assert unfinished([tmp_path, waiting]) == [waiting]
+    assert unfinished([one]) == []
+
+
+def test_a_runs_own_folders_are_not_searched(tmp_path: Path) -> None:
+    run = finish(tmp_path / "run")
+    finish(run / "checkpoint")
+    waiting = begin(tmp_path / "waiting")
+    begin(waiting / "checkpoint")
+    begin(tmp_path / ".cache" / "run")
+    assert [run.folder for run in find([tmp_path])] == [run]
+    assert unfinished([tmp_path]) == [waiting]
+
+
+def test_a_config_alone_is_unfinished_but_hides_no_runs(tmp_path: Path) -> None:
+    begun = begin(tmp_path / "begun", "config.toml")
+    inner = finish(begun / "inner")
+    assert unfinished([tmp_path]) == [begun]
+    assert [run.folder for run in find([tmp_path])] == [inner]
+
+
+def test_settings_are_kept(tmp_path: Path) -> None:
+    [run] = find([finish(tmp_path / "run", settings={"memory": 4})])
+    assert run.settings == {"memory": 4}
+
+
+def test_paths_without_runs(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no .*nowhere"):
+        find([tmp_path / "nowhere"])
+    with pytest.raises(UserError, match="there is no .*nowhere"):
+        unfinished([tmp_path / "nowhere"])
+    with pytest.raises(UserError, match="holds no run"):
+        find([finish(tmp_path / "run"), begin(tmp_path / "empty", "notes.txt")])
+    with pytest.raises(UserError, match=r"no run has finished yet; continue with: fcil run --resume .*begun"):
+        find([begin(tmp_path / "begun")])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "is not readable"),
+        ("\x00", "is not readable"),
+        ("[1]", "names no format"),
+        ("{}", "names no format"),
+        (json.dumps({**RESULT, "format": 2}), "has format 2; this fcil reads format 1"),
+        (json.dumps({**RESULT, "final": "high"}), "'final' is missing or of the wrong kind"),
+        (json.dumps({**RESULT, "seed": True}), "'seed' is missing"),
+        (json.dumps({k: v for k, v in RESULT.items() if k != "protocol"}), "'protocol' is missing"),
+        (json.dumps({**RESULT, "seconds": {}}), "'seconds' is missing"),
+        (json.dumps({**RESULT, "settings": []}), "'settings' is missing or of the wrong kind"),
+    ],
+)
+def test_a_result_that_cannot_be_used_is_named(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "result.json").write_text(text)
+    with pytest.raises(UserError, match=says) as error:
+        find([tmp_path])
+    assert str(tmp_path / "result.json") in str(error.value)
+    with pytest.raises(UserError, match=says):
+        read_result(tmp_path)
