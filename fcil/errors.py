@@ -11,6 +11,7 @@ class UserError(Exception):
 def unknown(kind: str, name: str, allowed: Iterable[str]) -> UserError:
     """Return the error for a wrong `name`, with the nearest right one first."""
     names = list(allowed)
-    near = get_close_matches(name, names, n=1, cutoff=0.5)
+    near = [known for known in names if name and known.startswith(name)]
+    near = near or get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return UserError(f"there is no {kind} {name!r}; {hint}allowed: {', '.join(names)}")

@@ -54,26 +54,30 @@ def run(
 
 def finished(folder: Path, wanted: Plan) -> bool:
     """Tell whether `folder` holds a finished run of this plan; refuse a folder that holds something else."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except FileNotFoundError:
         return False
-    if not (folder / "config.toml").exists() and all(
-        p.name.endswith(".partial") or p.name == "lock" for p in folder.iterdir()
-    ):
+    except NotADirectoryError:
+        raise UserError(f"{folder} is a file or lies below one; choose a different --out") from None
+    except OSError as error:
+        raise UserError(f"cannot read {folder}: {error.strerror}; choose a different --out") from None
+    if all(name.endswith(".partial") or name == "lock" for name in names):
         return False
-    if not Plan.read(folder).same_as(wanted):
-        raise UserError(
-            f"{folder} holds another run ({Plan.read(folder).command}); choose a different --out, or remove it"
-        )
-    return (folder / "result.json").exists()
+    if "config.toml" not in names:
+        raise UserError(f"{folder} holds other files and no run; choose a different --out")
+    if not (other := Plan.read(folder)).same_as(wanted):
+        raise UserError(f"{folder} holds another run ({other.command}); choose a different --out, or remove it")
+    return "result.json" in names
 
 
 def execute(wanted: Plan, folder: Path, device: str = "auto", every: float = 10.0) -> Iterator[Line]:
     """Do a run, or what is left of it, in `folder`; yield the ledger's new lines as they are written."""
     with _said_plainly(folder), _locked(folder):
-        if not (folder / "config.toml").exists():
-            write_text(folder / "config.toml", wanted.to_toml())
         _reset_peak()
         parts = assemble(wanted, device)
+        if not (folder / "config.toml").exists():
+            write_text(folder / "config.toml", wanted.to_toml())
         checkpoints = Checkpoints(folder / "checkpoint", every)
         counts = _restore(parts, checkpoints)
         path = folder / "ledger.jsonl"
@@ -204,16 +208,25 @@ def _finish(wanted: Plan, parts: Parts, folder: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Make sure that no other process writes this run."""
+    """Make sure that no other process writes this run; a run that could not even begin leaves no folder behind."""
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as file:
+    lock = folder / "lock"
+    with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
                 f"{folder} is being written by another process; wait for it, or choose a different --out"
             ) from None
-        yield
+        try:
+            yield
+        finally:
+            if made and [path.name for path in folder.iterdir()] == ["lock"]:
+                lock.unlink()
+                with suppress(OSError):  # another run may have begun beside it
+                    for place in made:
+                        place.rmdir()
 
 
 @contextmanager
@@ -222,14 +235,15 @@ def _said_plainly(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space left" in str(error)
-        why = "the disk is full" if full else (error.strerror or str(error))
-        again = (
-            f"; what was saved is whole, go on with: fcil run --resume {folder}"
-            if full
-            else "; choose a folder you can write"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or any(
+            text in str(error) for text in ("No space left", "File too large", "quota")
         )
-        raise UserError(f"cannot write to {folder}: {why}{again}") from error
+        if not full:
+            where = error.filename or folder
+            raise UserError(f"cannot write {where}: {error.strerror or error}; choose a different --out") from error
+        begun = (folder / "config.toml").exists()
+        again = f"what was saved is whole, go on with: fcil run --resume {folder}" if begun else "nothing was begun"
+        raise UserError(f"cannot write to {folder}: the disk is full; {again}") from error
 
 
 def _commit() -> str:

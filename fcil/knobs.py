@@ -64,7 +64,7 @@ class Knob:
 
     def check(self, value: Any) -> Any:
         """Return `value` if it is allowed; a whole number passes for a float."""
-        if self.kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if self.kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1e308:
             value = float(value)
         if type(value) is not self.kind or (self.choices and value not in self.choices) or not self._in_range(value):
             raise self._refusal(value)

@@ -4,12 +4,14 @@ import json
 import logging
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor, nn
 
 from fcil.errors import UserError
@@ -38,12 +40,16 @@ class Model:
         if not (folder / "model.safetensors").exists():
             raise UserError(f"{folder} has no model yet; finish it with: fcil run --resume {folder}")
         flat, facts = read_tensors(folder / "model.safetensors")
-        classes, shape = json.loads(facts["classes"]), tuple(json.loads(facts["shape"]))
-        allowed = budget(wanted.benchmark, math.prod(shape))
-        setting = Setting(len(classes), shape, wanted.protocol, allowed, wanted.benchmark.network)
         made = method(wanted.method)
         down = get_type_hints(made.server.broadcast)["return"]  # type: ignore[attr-defined]
-        return Model(wanted.method, made.client(wanted.config, setting), unflatten(down, flat), classes, shape)
+        try:
+            classes, shape = json.loads(facts["classes"]), tuple(json.loads(facts["shape"]))
+            message = unflatten(down, flat)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{folder / 'model.safetensors'} is not a model of {wanted.method} ({error!r})") from None
+        allowed = budget(wanted.benchmark, math.prod(shape))
+        setting = Setting(len(classes), shape, wanted.protocol, allowed, wanted.benchmark.network)
+        return Model(wanted.method, made.client(wanted.config, setting), message, classes, shape)
 
 
 def predict(folder: Path, images: list[Path], top: int = 3) -> list[list[tuple[str, float]]]:
@@ -63,11 +69,14 @@ def read_image(path: Path, shape: tuple[int, int, int]) -> Tensor:
     """Read an image file into the shape a model takes, uint8: short side resized, centre cropped."""
     try:
         with Image.open(path) as file:
-            picture = resized(file.convert("RGB" if shape[0] == 3 else "L"), shape[1])
+            upright = ImageOps.exif_transpose(file)
+            picture = resized(upright.convert("RGB" if shape[0] == 3 else "L"), shape[1])
     except FileNotFoundError:
         raise UserError(f"there is no image {path}") from None
-    except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path} is not a readable image ({error})") from None
+    except UnidentifiedImageError:
+        raise UserError(f"{path} is not an image; it may be PNG, JPEG or another format that Pillow reads") from None
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise UserError(f"{path} is not a readable image ({getattr(error, 'strerror', None) or error})") from None
     flat = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
     return flat.view(shape[1], shape[2], shape[0]).permute(2, 0, 1).contiguous()
 
@@ -76,10 +85,8 @@ def export_safetensors(folder: Path, path: Path) -> None:
     """Write all that a device needs to classify, with the class names beside it."""
     model = Model.of(folder)
     facts = {"classes": json.dumps(model.classes), "shape": json.dumps(model.shape), "method": model.method}
-    try:
+    with _writing(path):
         write_tensors(path, flatten(model.message), facts)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def export_onnx(folder: Path, path: Path) -> float:
@@ -113,11 +120,27 @@ def export_onnx(folder: Path, path: Path) -> float:
     gap = float((got - expected[:3]).nan_to_num(0.0).abs().max())
     if gap > 1e-3:
         raise UserError(f"the exported model differs from the original by {gap:.2g} in a score; {path} was not written")
-    try:
-        path.write_bytes(made.SerializeToString())
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+    with _writing(path) as partial:
+        partial.write_bytes(made.SerializeToString())
+        partial.replace(path)
     return gap
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[Path]:
+    """Give a place to write to before `path` is replaced; what cannot be written leaves no trace."""
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; give the name of a file")
+    if not path.parent.is_dir():
+        raise UserError(f"cannot write {path}: there is no folder {path.parent}")
+    partial = path.with_name(path.name + ".partial")
+    try:
+        yield partial
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        why = error.strerror or str(error.__cause__ or error)
+        raise UserError(f"cannot write {path}: {why}; choose a place you can write") from None
 
 
 class Scores(nn.Module):

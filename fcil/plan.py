@@ -1,5 +1,6 @@
 """A plan: everything needed to repeat a run, as names and numbers, and as `config.toml`."""
 
+import hashlib
 import json
 import platform
 import tomllib
@@ -16,6 +17,7 @@ from fcil.scenario import benchmarks
 from fcil.scenario.benchmarks import Benchmark, Protocol
 
 FORMAT = 1  # of a run folder; raised when an older one can no longer be read
+LONGEST = 160  # bytes of a folder's name, which systems limit
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,16 @@ class Plan:
 
     def folder(self, root: Path = Path("runs")) -> Path:
         """Return where such a run belongs: BENCHMARK/METHOD/SEED, with what was set beside the method's name."""
-        name = Path(self.method).stem if self.method.endswith(".py") else self.method
-        label = ",".join([name, *(f"{k}={v}".replace("/", "_") for k, v in sorted(self.settings.items()))])
-        return root / self.benchmark.name / label / str(self.seed)
+        label = ",".join([self.name.removesuffix(".py"), *(f"{k}={v}" for k, v in sorted(self.settings.items()))])
+        if len(label.encode()) > LONGEST:
+            digest = hashlib.blake2b(label.encode(), digest_size=4).hexdigest()
+            label = f"{label.encode()[:LONGEST].decode(errors='ignore')}~{digest}"
+        return root / self.benchmark.name.replace("/", "_") / label.replace("/", "_") / str(self.seed)
+
+    @property
+    def name(self) -> str:
+        """Return what the method is called: its name, or that of its file."""
+        return Path(self.method).name if self.method.endswith(".py") else self.method
 
     def same_as(self, other: "Plan") -> bool:
         """Tell whether two plans describe the same run, however it was typed."""
@@ -62,13 +71,17 @@ class Plan:
         path = folder / "config.toml"
         try:
             content = tomllib.loads(path.read_text())
-        except FileNotFoundError:
-            raise UserError(f"{folder} is not a run folder: it has no config.toml") from None
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise UserError(f"{path} cannot be read ({error})") from None
+        except (FileNotFoundError, NotADirectoryError):
+            what = "is not a run folder: it has no config.toml" if folder.exists() else "does not exist"
+            raise UserError(f"{folder} {what}; a run folder is what `fcil run` leaves") from None
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error.strerror})") from None
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise UserError(f"{path} is damaged ({error}); start the run again in another folder") from None
         if content.get("format") != FORMAT:
             raise UserError(
-                f"{folder} is of format {content.get('format')}; this version of fcil reads format {FORMAT}"
+                f"{folder} is of format {content.get('format')}; this version of fcil ({__version__}) reads "
+                f"format {FORMAT} only"
             )
         try:
             return Plan(
@@ -76,12 +89,16 @@ class Plan:
                 changed(Benchmark(), content["benchmark"]),
                 changed(Protocol(), content["protocol"]),
                 changed(method(content["method"]).config(), content["config"]),
-                content["seed"],
-                content["settings"],
-                content["command"],
+                int(content["seed"]),
+                dict(content["settings"]),
+                str(content["command"]),
             )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} is incomplete ({error!r}); it was not written by this version of fcil") from None
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"{path} is damaged ({type(error).__name__}: {error}); start the run again in another folder"
+            ) from None
 
 
 def plan(
@@ -117,16 +134,17 @@ def plan(
         values["config"]), seed, shown, command, )  # fmt: skip
 
 
-def own_data(path: str, tasks: int, clients: int, active: int) -> Benchmark:
-    """Return a benchmark over the user's own images: all classes, split evenly over the tasks."""
+def own_data(path: str, tasks: int | None = None, clients: int = 10, active: int | None = None) -> Benchmark:
+    """Return a benchmark over the user's own images: all classes, split evenly over the tasks, five if not said."""
     from fcil.scenario.datasets import load
 
-    data = load(path)
-    classes = len(data.class_names)
-    if not 1 <= tasks <= classes:
-        raise UserError(f"{path} has {classes} classes, too few for {tasks} tasks; tasks takes 1 to {classes}")
+    where = Path(path).expanduser().absolute()
+    classes = len(load(str(where)).class_names)
+    if tasks is not None and not 1 <= tasks <= classes:
+        raise UserError(f"{path} has {classes} classes; tasks={tasks} is not allowed, tasks takes 1 to {classes}")
+    tasks, active = tasks or min(5, classes), min(5, max(1, clients)) if active is None else active
     return changed(
-        Benchmark(name=Path(path).resolve().stem, dataset=str(Path(path).resolve())),
+        Benchmark(name=where.resolve().stem, dataset=str(where.resolve())),
         {"tasks": tasks, "classes_per_task": classes // tasks, "clients": clients, "active": active},
     )
 

@@ -87,7 +87,9 @@ def write_tensors(path: Path, flat: Mapping[str, Tensor], facts: Mapping[str, st
     partial = path.with_name(path.name + ".partial")
     try:
         # safetensors refuses tensors that share storage; a copy of each is what a file holds anyway
-        save_file({k: v.detach().cpu().contiguous().clone() for k, v in flat.items()}, partial, dict(facts or {}))
+        save_file(
+            {k: v.detach().cpu().contiguous().clone() for k, v in flat.items()}, partial, dict(facts) if facts else None
+        )
         with partial.open("rb+") as file:
             os.fsync(file.fileno())
         partial.replace(path)

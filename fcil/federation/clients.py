@@ -10,7 +10,7 @@ import torch
 
 from fcil.federation.replies import Replies
 from fcil.method import Answered, Call, reply_type
-from fcil.records import size_in_bytes
+from fcil.records import flatten, size_in_bytes, unflatten
 from fcil.scenario.benchmarks import Protocol as Training
 from fcil.scenario.scenario import Scenario
 from fcil.scenario.tasks import Task
@@ -114,6 +114,7 @@ class Door:
             raise TypeError(f"{handler.__qualname__} is not marked @remote, so no server may call it")
         self.finish()
         self.cursor.step += 1
+        message = unflatten(type(message), flatten(message))  # answers come later: the server may have moved on by then
         call = Call(self.seed, self.task.index, self.cursor.step, self.round, self.of)
         self._open = Replies(
             reply_type(handler), self._answers(list(who), handler, message, call), message, self.protocol

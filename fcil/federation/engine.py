@@ -56,7 +56,7 @@ class Engine:
                     fit = next(reply)
                     while True:
                         trained = self.fit(fit, call, generator)
-                        images, losses = images + trained.count, [*losses, trained.loss]
+                        images, losses = images + trained.count, [*losses, *([trained.loss] if trained.count else [])]
                         fit = reply.send(trained)
                 except StopIteration as end:
                     reply = end.value

@@ -38,13 +38,16 @@ class Replies(Generic[Up]):
     def mean(self, field: str) -> Any:
         """Average one field over the replies; if nobody answered, what was sent stands."""
         if self._protocol.aggregate != "mean":
-            return self._rebuilt(field, _robust(self._of(field), self._protocol) or self._as_sent(field))
+            single = self._of(field)
+            return self._rebuilt(field, _robust(single, self._protocol) if single else self._as_sent(field))
         folded = self._fold()
         found = {n: t for n, t in folded.means().items() if n == field or n.startswith(field + "/")}
-        return self._rebuilt(field, found or self._as_sent(field))
+        return self._rebuilt(field, found if folded.counted else self._as_sent(field))
 
     def sum(self, field: str) -> Any:
         """Add one field up over the replies; None if nobody answered."""
+        if self._protocol.aggregate != "mean":
+            self._hold()  # a robust average may be asked for next
         sums = self._fold().sums
         found = {n: t for n, t in sums.items() if n == field or n.startswith(field + "/")}
         return self._rebuilt(field, found) if found else None
@@ -97,7 +100,7 @@ class Folded:
 
     def __init__(self, weighting: str):
         self.by_samples = weighting == "samples"
-        self.replies = 0
+        self.replies = self.counted = 0  # those that came; those of them with images
         self.sums: Weights = {}
         self.weighted: Weights = {}  # filled only where clients weigh by their samples
         self.first: Weights = {}  # integers are counters: an average of them means nothing
@@ -108,6 +111,7 @@ class Folded:
         self.replies += 1
         if count == 0:
             return
+        self.counted += 1
         weight = float(count) if self.by_samples and count is not None else 1.0
         for name, tensor in flat.items():
             self.total[name] = self.total.get(name, 0.0) + weight
@@ -128,13 +132,16 @@ def _add(sums: Weights, name: str, tensor: Tensor, weight: float) -> None:
     if name in sums:
         sums[name] = sums[name].add_(tensor, alpha=weight) if weight != 1.0 else sums[name].add_(tensor)
     else:
-        sums[name] = tensor.detach() * weight if weight != 1.0 else tensor.detach().clone()
+        wide = tensor.dtype if tensor.is_floating_point() else torch.int64  # small integers would wrap around
+        sums[name] = tensor.detach().to(wide, copy=True)
+        if weight != 1.0:
+            sums[name] *= weight
 
 
 def _robust(replies: list[Weights], protocol: Protocol) -> Weights:
     """Median or trimmed mean of every single entry, over replies held at once."""
     result = {}
-    for name in replies[0] if replies else ():
+    for name in dict.fromkeys(name for reply in replies for name in reply):
         stacked = torch.stack([r[name] for r in replies if name in r])
         if not stacked.is_floating_point():
             result[name] = stacked[0]

@@ -55,9 +55,9 @@ def _from_file(path: Path) -> "Method":
     sys.modules[spec.name] = module  # records resolve their annotations through it
     try:
         spec.loader.exec_module(module)
-    except (SyntaxError, ImportError, TypeError, NameError) as error:
-        raise UserError(f"{path} cannot be loaded: {error}") from error
-    if not hasattr(module, "METHOD"):
+    except Exception as error:  # the file is the user's: anything may happen while it loads
+        raise UserError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+    if type(getattr(module, "METHOD", None)).__name__ != "Method":
         raise UserError(f"{path} defines no METHOD; end it with METHOD = Method(Config, Server, Client, Memory)")
     own: Method = module.METHOD
     return own

@@ -1,4 +1,4 @@
-"""A network for 8x8 digits: three convolutions, 38 thousand parameters, a millisecond a step on one core."""
+"""A network for 8x8 digits: three convolutions, 24 thousand parameters, a millisecond a step on one core."""
 
 from torch import Tensor, nn
 

@@ -22,15 +22,18 @@ def follow(lines: Iterator[Line], wanted: Plan, console: Console) -> None:
                 console.print(clock.sentence(), highlight=False, soft_wrap=True)
                 clock.spoke()
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
+    )
     with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task(f"{wanted.method}: loading", total=clock.work, left="")
+        bar = progress.add_task(f"{wanted.name}: loading", total=clock.work, left="")
         for line in lines:
             if clock.take(line):
                 console.print(Text(clock.sentence()))
-            progress.update(
-                bar, completed=clock.done, description=f"{wanted.method}: {clock.place()}", left=clock.left()
-            )
+            progress.update(bar, completed=clock.done, description=f"{wanted.name}: {clock.place()}", left=clock.left())
 
 
 class Clock:

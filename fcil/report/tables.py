@@ -9,6 +9,7 @@ import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import PurePath
 from typing import Any
 
 from rich import box
@@ -60,7 +61,8 @@ class Row:
     @property
     def label(self) -> str:
         """Return the method and what was set beyond its defaults."""
-        return f"{self.method} ({_settings_text(self.settings)})" if self.settings else self.method
+        name = shown_name(self.method)
+        return f"{name} ({_settings_text(self.settings)})" if self.settings else name
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,9 @@ def accuracy_table(result: Mapping[str, Any], width: int = 80) -> Table:
             ("first\ntask", [row[0] for row in matrix], falls[0]),
             ("newest\ntask", [row[-1] for row in matrix], None),
         ]
-    names = f"{result['method']} on {result['benchmark']}, {result['protocol']} protocol, seed {result['seed']}"
+    names = (
+        f"{shown_name(result['method'])} on {result['benchmark']}, {result['protocol']} protocol, seed {result['seed']}"
+    )
     table = Table(
         title=Text.assemble((names, "bold"), "\ntest accuracy in percent"), title_style="", title_justify="left",
         caption="average: mean of the last column; forgetting: fall from each task's best",
@@ -174,6 +178,11 @@ def accuracy_table(result: Mapping[str, Any], width: int = 80) -> Table:
     table.add_row("average", *blank, _percent(result["average"]))
     table.add_row("forgetting", *(_percent(fall) for _, _, fall in columns), _percent(result["forgetting"]))
     return table
+
+
+def shown_name(method: str) -> str:
+    """Return what a method is called: its name, or that of the user's own file."""
+    return PurePath(method).name if method.endswith(".py") else method
 
 
 def _row(alike: Sequence[Run]) -> Row:

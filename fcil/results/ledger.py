@@ -20,6 +20,7 @@ Each line goes to the file in one write, so a killed run leaves at most one torn
 trusts. All results are computed from these lines.
 """
 
+import errno
 import hashlib
 import json
 import math
@@ -126,9 +127,11 @@ class Ledger:
         try:
             written = self._file.write(data)
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise  # whoever runs the run says how to go on
             raise UserError(f"cannot write {self.path} ({error.strerror})") from None
         if written != len(data):
-            raise UserError(f"cannot write {self.path} (the disk is full)")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def sync(self) -> None:
         """Let what was appended outlast a crash of the machine."""

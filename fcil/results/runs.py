@@ -64,7 +64,9 @@ def read_result(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"there is no {path}") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not readable ({error})") from None
+        raise UserError(
+            f"{path} is not readable ({error}); remove it, and `fcil run --resume {folder}` makes it again"
+        ) from None
     if not isinstance(result, dict) or "format" not in result:
         raise UserError(f"{path} is not the result of a run: it names no format")
     if result["format"] != FORMAT:
@@ -92,7 +94,7 @@ def _is_number(value: object) -> bool:
 
 def _run_folders(path: Path) -> Iterator[Path]:
     if not path.exists():
-        raise UserError(f"there is no {path}")
+        raise UserError(f"there is no folder {path}; give folders of runs, such as `fcil run` leaves in runs")
     for folder, inner, files in os.walk(path):
         if {"result.json", "ledger.jsonl", "config.toml"} & set(files):
             yield Path(folder)

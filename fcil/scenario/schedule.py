@@ -1,7 +1,6 @@
 """Who takes part: the clients present in each task and those that train in each round."""
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fcil.errors import UserError
 from fcil.seeds import seed_of
@@ -19,14 +18,15 @@ class Schedule:
         self.total = clients + joining * (tasks - 1)
         self._present = [np.arange(clients)]
         for t in range(1, tasks):
-            staying = _without(self._present[-1], leaving, np.random.default_rng(seed_of(seed, "leaving", t)))
-            newcomers = np.arange(clients + joining * (t - 1), clients + joining * t)
-            self._present.append(np.concatenate([staying, newcomers]))
-            if len(self._present[-1]) < active:
+            before = self._present[-1]
+            if leaving > len(before) or len(before) - leaving + joining < active:
                 raise UserError(
-                    f"leaving={leaving} leaves {len(self._present[-1])} clients in task {t + 1}, fewer than "
-                    f"active={active}; lower leaving or active, or raise clients or joining"
+                    f"leaving={leaving} is too many for task {t + 1}: of {len(before)} clients and {joining} new ones, "
+                    f"active={active} must be there; lower leaving or active, or raise clients or joining"
                 )
+            rng = np.random.default_rng(seed_of(seed, "leaving", t))
+            newcomers = np.arange(clients + joining * (t - 1), clients + joining * t)
+            self._present.append(np.concatenate([np.sort(rng.permutation(before)[leaving:]), newcomers]))
 
     def present(self, task_index: int) -> list[int]:
         """Return the clients that are there in a task, in order."""
@@ -39,7 +39,3 @@ class Schedule:
         chosen = rng.choice(self._present[task_index], self.active, replace=False, shuffle=False)
         found: list[int] = np.sort(chosen).tolist()
         return found
-
-
-def _without(clients: NDArray[np.int64], leaving: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    return np.sort(rng.permutation(clients)[leaving:])

@@ -1,0 +1,160 @@
+"""How the command line speaks: one sentence when something is wrong, and the tables that are its own."""
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperGroup
+
+from fcil.errors import UserError, unknown
+from fcil.knobs import Knob
+
+if TYPE_CHECKING:
+    from fcil.plan import Plan
+
+MOST_SEEDS = 10_000
+console = Console(highlight=False, markup=False, emoji=False)
+errors = Console(highlight=False, markup=False, emoji=False, stderr=True)
+
+
+class Commands(TyperGroup):
+    """The commands; a wrong name gets the nearest right one, as everywhere else."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command that was typed."""
+        if args and self.get_command(ctx, args[0]) is None:
+            raise unknown("command", args[0], self.list_commands(ctx))
+        return super().resolve_command(ctx, args)
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Say what a user can mend in one sentence, without a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without ± or ─ is no reason to stop
+    try:
+        yield
+        sys.stdout.flush()
+    except UserError as error:
+        complain(str(error))
+        sys.exit(2)
+    except BrokenPipeError:  # the reader of our output has gone, as in `fcil methods | head -1`
+        _silence()
+        sys.exit(1)
+    except OSError as error:
+        complain(f"{error.filename or 'the output'}: {error.strerror or error}")
+        if error.filename is None:
+            _silence()
+        sys.exit(2)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # what click raises at a wrong option, whichever click typer brings
+            raise
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context else "fcil"
+        complain(f"{error.format_message().rstrip('.')}. See: {path} --help".replace("?.", "?"))
+        sys.exit(2)
+
+
+def complain(sentence: str) -> None:
+    """Say on stderr, in one line, what is wrong."""
+    errors.print(f"fcil: {' '.join(sentence.split())}", soft_wrap=True)
+
+
+def _silence() -> None:
+    # What is still in the buffer cannot be written; Python would complain about it when it ends.
+    if sys.__stdout__ is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
+
+
+def settings_of(words: list[str]) -> dict[str, str]:
+    """Read what was given with --set."""
+    settings: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key or not value:
+            raise UserError(f"--set {word} is not allowed; --set takes KEY=VALUE, such as --set rounds=10")
+        settings[key.strip()] = value.strip()
+    return settings
+
+
+def seeds_of(text: str) -> list[int]:
+    """Read what was given with --seeds, each seed once."""
+    allowed = UserError(f"--seeds {text} is not allowed; --seeds takes numbers and ranges, such as 0-9 or 0,3,5-7")
+    try:
+        spans = [[int(n) for n in part.split("-", 1)] for part in text.split(",")]
+    except ValueError:
+        raise allowed from None
+    if any(span[0] > span[-1] for span in spans):
+        raise allowed
+    if sum(span[-1] - span[0] + 1 for span in spans) > MOST_SEEDS:
+        raise UserError(f"--seeds {text} is not allowed; --seeds takes at most {MOST_SEEDS:,} seeds")
+    return list(dict.fromkeys(seed for span in spans for seed in range(span[0], span[-1] + 1)))
+
+
+def plain_table(*columns: str) -> Table:
+    """Return a table without lines, as for lists of names."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        made.add_column(column, overflow="fold", no_wrap=column in ("method", "benchmark", "knob"))
+    return made
+
+
+def print_knobs(title: str, found: dict[str, Knob], values: Any = None) -> None:
+    """Show every knob with its value, what it takes and what it means."""
+    made = plain_table("knob", "value" if values else "default", "allowed", "meaning")
+    for knob in found.values():
+        value = getattr(values, knob.name) if values else knob.default
+        made.add_row(knob.name, str(value), knob.allowed, knob.meaning)
+    console.print(title)
+    console.print(made)
+
+
+def show_plan(wanted: "Plan") -> None:
+    """Say what a run is going to do."""
+    from fcil.plan import about
+
+    b, p = wanted.benchmark, wanted.protocol
+    length = count(p.steps, "step") if p.steps else count(p.epochs, "epoch")
+    console.print(
+        f"{wanted.name} on {b.name}: {about(wanted.method)}\n"
+        f"{count(b.tasks, 'task')} of {count(b.classes_per_task, 'class', 'es')}; {count(b.clients, 'client')}, "
+        f"{b.active} of them in each round; {count(p.rounds, 'round')} a task, {length} of {p.batch_size} images; "
+        f"images dealt by {b.partition} (alpha {b.alpha:g}); seed {wanted.seed}",
+        soft_wrap=True,
+    )
+
+
+def count(n: int, thing: str, plural: str = "s") -> str:
+    """Say how many there are of a thing."""
+    return f"{n} {thing}" if n == 1 else f"{n} {thing}{plural}"
+
+
+def show_notes(folder: Path) -> None:
+    """Say what a run found odd: clients without images, images that could not be read."""
+    from fcil.results.ledger import read
+
+    try:
+        first = read(folder / "ledger.jsonl")[:1]
+    except UserError as error:
+        return console.print(f"note: {error}", soft_wrap=True)
+    for warning in [sentence for line in first for sentence in line.get("warnings", [])]:
+        console.print(f"note: {warning}", soft_wrap=True)
+
+
+def show_result(folder: Path) -> None:
+    """Show what came out of a finished run."""
+    from fcil.report.tables import accuracy_table
+    from fcil.results.runs import read_result
+
+    result = read_result(folder)
+    show_notes(folder)
+    console.print(accuracy_table(result, console.width))
+    root = folder.parent.parent if folder.name == str(result["seed"]) else folder
+    console.print(f"saved in {folder}; compare runs with: fcil table {root}", soft_wrap=True)

@@ -1,0 +1,172 @@
+"""Runs that are stopped, killed, doubled or out of room: what was saved is whole, and the rest is done later."""
+
+import json
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.typed import TINY, done, ended, fingerprint, lines_in, matrix, start, typed, wait_for
+
+SLOW = "--set tasks=2 --set rounds=25 --set steps=3"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    done(f"run joint {SLOW} --out {folder}")
+    return folder
+
+
+def test_a_run_belongs_to_one_process_and_ctrl_c_says_how_to_go_on(tmp_path: Path, whole: Path) -> None:
+    folder = tmp_path / "run"
+    process = start(f"run joint {SLOW} --out run", tmp_path)
+    wait_for(process, lambda: lines_in(folder) > 3)
+    second = typed(f"run joint {SLOW} --out {folder}")
+    process.send_signal(signal.SIGINT)
+    said = ended(process)
+    assert second.code == 2
+    assert (
+        second.err == f"fcil: {folder} is being written by another process; wait for it, or choose a different --out\n"
+    )
+    assert said.code == 130
+    assert said.err == "fcil: stopped; the same command goes on, and so does: fcil run --resume run\n"
+    assert not (folder / "result.json").exists()
+    assert "saved in" in done(f"run --resume {folder}").out
+    assert matrix(folder) == matrix(whole)
+    assert done(f"table {folder} --verify").code == 0
+
+
+def test_a_killed_sweep_does_the_rest(tmp_path: Path, whole: Path) -> None:
+    line = f"sweep --methods joint --seeds 0-2 {SLOW} --out"
+    folders = [tmp_path / "runs/digits/joint,rounds=25,steps=3,tasks=2" / str(seed) for seed in range(3)]
+    process = start(f"{line} runs", tmp_path)
+    wait_for(process, lambda: lines_in(folders[1]) > 3)
+    process.kill()
+    ended(process)
+    assert not (folders[1] / "result.json").exists()
+    first = fingerprint(folders[0])
+    said = done(f"{line} {tmp_path}/runs")
+    assert "3 runs, 1 of them finished before" in said.out and "run 1 of 2: " in said.out
+    assert fingerprint(folders[0]) == first
+    assert matrix(folders[0]) == matrix(whole)
+    done(f"run joint {SLOW} --seed 1 --out {tmp_path}/alone")
+    assert matrix(folders[1]) == matrix(tmp_path / "alone")
+    assert "3 runs verified" in done(f"table {tmp_path}/runs --verify").out
+
+
+@pytest.fixture
+def little_room(tmp_path: Path) -> Iterator[Path]:
+    """A file system of half a megabyte."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    try:
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "fcil-test", place], capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("there is no mount here")
+    if mounted.returncode:
+        pytest.skip("mounting needs root")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_a_full_disk(little_room: Path, tmp_path: Path, whole: Path) -> None:
+    filler = little_room / "filler"
+    filler.write_bytes(bytes(300_000))
+    folder = little_room / "run"
+    said = typed(f"run joint {SLOW} --out {folder}")
+    assert said.code == 2 and said.err.count("\n") == 1
+    assert f"the disk is full; what was saved is whole, go on with: fcil run --resume {folder}" in said.err
+    filler.unlink()
+    moved = shutil.copytree(folder, tmp_path / "moved")  # where there is room for all of it
+    done(f"run --resume {moved}")
+    assert matrix(moved) == matrix(whole)
+
+
+def test_no_room_at_all(little_room: Path) -> None:
+    filler = little_room / "filler"
+    with pytest.raises(OSError), filler.open("wb") as file:
+        file.write(bytes(600_000))
+    said = typed(f"run joint {SLOW} --out {little_room}/run")
+    assert said.code == 2 and said.err.count("\n") == 1 and "the disk is full" in said.err
+
+
+def test_files_may_not_grow(tmp_path: Path) -> None:
+    said = ended(start(f"run finetune {TINY} --out run", tmp_path, before="ulimit -f 64;"))
+    assert said.code == 2 and said.err.count("\n") == 1
+    assert "the disk is full; what was saved is whole, go on with: fcil run --resume run" in said.err
+    done(f"run --resume {tmp_path}/run")
+    done(f"run finetune {TINY} --out {tmp_path}/other")
+    assert matrix(tmp_path / "run") == matrix(tmp_path / "other")
+
+
+def test_an_export_that_finds_no_room_leaves_the_old_file(tmp_path: Path) -> None:
+    done(f"run finetune {TINY} --out {tmp_path}/run")
+    for kind in ("safetensors", "onnx"):
+        (tmp_path / f"old.{kind}").write_text("old")
+    before = fingerprint(tmp_path)
+    said = ended(start("export run --safetensors old.safetensors", tmp_path, before="ulimit -f 16;"))
+    assert said.code == 2 and said.err.count("\n") == 1 and "cannot write old.safetensors: " in said.err
+    said = ended(start("export run --onnx old.onnx", tmp_path, before="ulimit -f 16;"))
+    assert said.code == 2 and said.err.count("\n") == 1 and "cannot write old.onnx: " in said.err
+    assert fingerprint(tmp_path) == before
+
+
+@pytest.fixture
+def stopped(tmp_path: Path, whole: Path) -> Path:
+    """A run that has come to the end of its first task, as the checkpoints of a whole one show it."""
+    folder = shutil.copytree(whole, tmp_path / "stopped")
+    (folder / "result.json").unlink()
+    (folder / "model.safetensors").unlink()
+    newest, older = sorted((folder / "checkpoint").glob("*.json"), key=lambda path: -int(path.stem))[:2]
+    newest.unlink()
+    facts = json.loads(older.read_text())["facts"]
+    ledger = folder / "ledger.jsonl"
+    ledger.write_bytes(ledger.read_bytes()[: facts["ledger"]])
+    return folder
+
+
+def test_the_same_command_goes_on(stopped: Path, whole: Path) -> None:
+    said = done(f"run joint {SLOW} --out {stopped}")
+    assert "task 1 of 2 learned" not in said.out and "task 2 of 2 learned" in said.out
+    assert matrix(stopped) == matrix(whole)
+
+
+def test_torn_files_are_not_trusted(stopped: Path, whole: Path) -> None:
+    with (stopped / "ledger.jsonl").open("ab") as file:
+        file.write(b'{"kind": "round", "task": 1, "lo')
+    for path in (stopped / "checkpoint").glob("state-*"):
+        path.write_bytes(path.read_bytes()[:-9])
+    said = done(f"run --resume {stopped}")
+    assert "task 1 of 2 learned" in said.out  # with no whole checkpoint it begins again
+    assert matrix(stopped) == matrix(whole)
+
+
+def test_a_run_without_its_ledger_cannot_go_on(stopped: Path) -> None:
+    (stopped / "ledger.jsonl").unlink()
+    before = fingerprint(stopped)
+    said = typed(f"run --resume {stopped}")
+    assert said.code == 2 and said.err == f"fcil: there is no ledger {stopped}/ledger.jsonl\n"
+    assert fingerprint(stopped) == before
+
+
+def test_a_finished_run_shows_its_result_without_its_ledger(whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole, tmp_path / "copy")
+    (folder / "ledger.jsonl").write_text("")
+    assert "final" in done(f"run --resume {folder}").out
+    (folder / "ledger.jsonl").unlink()
+    said = done(f"run --resume {folder}")
+    assert f"note: there is no ledger {folder}/ledger.jsonl" in said.out and "final" in said.out
+
+
+def test_a_damaged_result_is_made_again(whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole, tmp_path / "copy")
+    (folder / "result.json").write_text("{")
+    assert typed(f"run --resume {folder}").code == 2
+    (folder / "result.json").unlink()
+    done(f"run --resume {folder}")
+    assert matrix(folder) == matrix(whole)
