@@ -19,7 +19,7 @@ from fcil.method import Client, Setting
 from fcil.methods import method
 from fcil.plan import Plan
 from fcil.records import flatten, read_tensors, unflatten, write_tensors
-from fcil.scenario.images import resized
+from fcil.scenario.images import resized, rgb
 from fcil.scenario.memory import budget
 
 
@@ -69,8 +69,8 @@ def read_image(path: Path, shape: tuple[int, int, int]) -> Tensor:
     """Read an image file into the shape a model takes, uint8: short side resized, centre cropped."""
     try:
         with Image.open(path) as file:
-            upright = ImageOps.exif_transpose(file)
-            picture = resized(upright.convert("RGB" if shape[0] == 3 else "L"), shape[1])
+            upright = resized(rgb(ImageOps.exif_transpose(file)), shape[1])
+            picture = upright if shape[0] == 3 else upright.convert("L")
     except FileNotFoundError:
         raise UserError(f"there is no image {path}") from None
     except UnidentifiedImageError:

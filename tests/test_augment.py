@@ -33,7 +33,9 @@ def found_at(image: Tensor, windows: list[Tensor]) -> set[int]:
 @pytest.mark.parametrize(("side", "width"), [(8, 8), (8, 12)])
 def test_a_shift_is_a_crop_of_the_reflected_image(side: int, width: int) -> None:
     images = pictures(side=side, width=width)
-    places = [found_at(out, crops(image, 2)) for image, out in zip(images, shifted(images, 2, generator()), strict=True)]
+    places = [
+        found_at(out, crops(image, 2)) for image, out in zip(images, shifted(images, 2, generator()), strict=True)
+    ]
     assert all(len(place) == 1 for place in places)
     assert len(set.union(*places)) > 12  # of the 25, and not the same for all
 

@@ -1,7 +1,9 @@
 """Everything a user can get wrong: one sentence, an exit code, no traceback, and nothing damaged."""
 
+import errno
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -212,6 +214,21 @@ def test_it_is_said_in_one_sentence(
     after = fingerprint(material)
     locks = {name for name in after.keys() - before.keys() if name.endswith("/lock")}
     assert {name: digest for name, digest in after.items() if name not in locks} == before
+
+
+def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = class_folders(tmp_path / "secret")
+    allowed = Path.iterdir
+
+    def iterdir(self: Path) -> Iterator[Path]:  # root may read everything, so chmod would test nothing here
+        if self == data:
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return allowed(self)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    said = typed(f"run --data {data} --out {tmp_path}/run")
+    assert said.code == 2 and said.err.count("\n") == 1
+    assert f"{data} cannot be read (Permission denied); data may be a folder of class folders" in said.err
 
 
 def test_a_gpu_is_asked_for_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,9 @@ class Pupil:
 
         kept = data.cached("things", make)
         threads_now = torch.tensor(torch.get_num_threads())
-        return Sent({"mine": mine, "stray": stray, "kept": kept, "again": data.cached("things", make), "n": threads_now})
+        return Sent(
+            {"mine": mine, "stray": stray, "kept": kept, "again": data.cached("things", make), "n": threads_now}
+        )
 
 
 METHOD = Method(object, object, Pupil, lambda: Memory({}))  # type: ignore[arg-type]
@@ -169,7 +171,14 @@ def by_hand(weights: Weights, pool: Pool, protocol: Protocol, steps: int, lr: fl
 
 @pytest.mark.parametrize(
     "change",
-    [{}, {"momentum": 0.0}, {"weight_decay": 0.0}, {"clip": 0.0}, {"schedule": "constant"}, {"schedule": "exponential"}],
+    [
+        {},
+        {"momentum": 0.0},
+        {"weight_decay": 0.0},
+        {"clip": 0.0},
+        {"schedule": "constant"},
+        {"schedule": "exponential"},
+    ],
     ids=str,
 )
 def test_a_fit_is_plain_sgd_to_the_bit(change: dict[str, Any]) -> None:
@@ -223,7 +232,9 @@ def test_networks_that_do_not_train_stay_as_they_are() -> None:
 
     def loss(nets: Nets, batch: Batch, given: Any) -> Tensor:
         modes.append((nets["net"].training, nets["old"].training))
-        return cross_entropy(nets, batch, given) + (nets["old"](batch.images) - nets["net"](batch.images)).square().mean()
+        return (
+            cross_entropy(nets, batch, given) + (nets["old"](batch.images) - nets["net"](batch.images)).square().mean()
+        )
 
     trained = fitted(engine, a_fit(weights, a_pool(), loss=loss, load={"net": weights, "old": old}))
     assert set(trained.networks) == {"net"} and set(modes) == {(True, False)}
@@ -234,7 +245,9 @@ def test_two_networks_may_train_at_once() -> None:
     engine = an_engine()
 
     def loss(nets: Nets, batch: Batch, given: Any) -> Tensor:
-        return cross_entropy(nets, batch, given) + (nets["old"](batch.images) - nets["net"](batch.images)).square().mean()
+        return (
+            cross_entropy(nets, batch, given) + (nets["old"](batch.images) - nets["net"](batch.images)).square().mean()
+        )
 
     load = {name: weights_of(net) for name, net in engine.nets.items()}
     trained = fitted(engine, a_fit({}, a_pool(), loss=loss, load=load, trains=("net", "old")))

@@ -24,7 +24,10 @@ NONE = torch.zeros(4, dtype=torch.bool)
 
 
 def test_masked_rules_classes_out() -> None:
-    assert masked(LOGITS, NEW).tolist() == [[-math.inf, -math.inf, 3.0, 0.5], [-math.inf, -math.inf, *LOGITS[1, 2:].tolist()]]
+    assert masked(LOGITS, NEW).tolist() == [
+        [-math.inf, -math.inf, 3.0, 0.5],
+        [-math.inf, -math.inf, *LOGITS[1, 2:].tolist()],
+    ]
     assert torch.equal(masked(LOGITS, ALL), LOGITS)
 
 
@@ -56,7 +59,9 @@ def test_distillation_by_hand_at_another_temperature() -> None:
 def test_distillation_is_nothing_without_classes_or_difference() -> None:
     assert distillation(LOGITS, TEACHER, NONE, 2.0).item() == 0.0
     assert distillation(LOGITS, LOGITS, OLD, 2.0).item() == pytest.approx(0.0, abs=1e-7)
-    assert distillation(LOGITS, LOGITS + 5, OLD, 2.0).item() == pytest.approx(0.0, abs=1e-6)  # softmax has no zero point
+    assert distillation(LOGITS, LOGITS + 5, OLD, 2.0).item() == pytest.approx(
+        0.0, abs=1e-6
+    )  # softmax has no zero point
     assert distillation(LOGITS, TEACHER, torch.tensor([1, 0, 0, 0]).bool(), 2.0).item() == pytest.approx(0.0, abs=1e-7)
 
 

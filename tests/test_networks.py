@@ -80,7 +80,10 @@ def test_images_are_centred_and_scaled(resnet: Classifier) -> None:
 
 def test_the_constants_of_normalisation_do_not_travel(resnet: Classifier) -> None:
     assert not [name for name in resnet.state_dict() if "normalise" in name]
-    assert {name for name, _ in resnet.named_buffers() if "normalise" in name} == {"normalise.centre", "normalise.spread"}
+    assert {name for name, _ in resnet.named_buffers() if "normalise" in name} == {
+        "normalise.centre",
+        "normalise.spread",
+    }
 
 
 def test_weights_of_is_a_copy_and_loaded_puts_it_back(small: Classifier) -> None:

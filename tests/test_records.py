@@ -135,6 +135,16 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
     assert [p.name for p in tmp_path.iterdir()] == ["state"]
 
 
+def test_a_write_takes_the_place_of_the_old_file_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    write_tensors(path, {"w": torch.ones(3)})
+    content = path.read_bytes()
+    with path.open("rb") as reader:
+        write_tensors(path, {"w": torch.zeros(3)})
+        assert reader.read() == content, "whoever reads the old file reads it to its end"
+    assert torch.equal(read_tensors(path)[0]["w"], torch.zeros(3)) and [p.name for p in tmp_path.iterdir()] == ["state"]
+
+
 def test_a_write_that_is_interrupted_never_shows_half_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(partial: Path) -> None:
         Path(partial).write_bytes(b"half")
@@ -168,7 +178,9 @@ def test_what_is_no_file_of_ours_is_refused(tmp_path: Path) -> None:
             read_tensors(path)
 
 
-@pytest.mark.parametrize("kind", [str, list, object, dict, dict[str, int], list[Tensor], Tensor | None, tuple[int, int]])
+@pytest.mark.parametrize(
+    "kind", [str, list, object, dict, dict[str, int], list[Tensor], Tensor | None, tuple[int, int]]
+)
 def test_a_record_refuses_what_cannot_travel(kind: object) -> None:
     with pytest.raises(TypeError, match=r"Bad\.wrong: a record holds tensors, dicts of tensors and numbers"):
         record(type("Bad", (), {"__annotations__": {"fine": int, "wrong": kind}}))

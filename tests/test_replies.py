@@ -77,7 +77,9 @@ def test_a_field_whose_name_begins_another_is_not_mixed_up_with_it() -> None:
         weight: Tensor
         weights: Weights
 
-    came = replies([Pair(torch.tensor(1.0), {"a": torch.tensor(5.0)}), Pair(torch.tensor(3.0), {"a": torch.tensor(7.0)})])
+    came = replies(
+        [Pair(torch.tensor(1.0), {"a": torch.tensor(5.0)}), Pair(torch.tensor(3.0), {"a": torch.tensor(7.0)})]
+    )
     assert came.mean("weight").item() == 2.0 and came.mean("weights")["a"].item() == 6.0
 
 

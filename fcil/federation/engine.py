@@ -68,8 +68,10 @@ class Engine:
         protocol = self.setting.protocol
         for name, weights in fit.load.items():
             self.nets[name].load_state_dict(weights)
-        parameters = self._thaw(fit.trains)
         trains = {path.split(".")[0]: self.nets[path.split(".")[0]] for path in fit.trains}
+        if missing := trains.keys() - fit.load.keys():
+            raise ValueError(f"a Fit trains {sorted(missing)} but does not load it: say what weights it starts from")
+        parameters = self._thaw(fit.trains)
         if len(fit.pool) == 0:
             return Trained({n: weights_of(net) for n, net in trains.items()}, 0, torch.tensor(float("nan")))
         batch_size = fit.batch_size or protocol.batch_size
@@ -92,6 +94,8 @@ class Engine:
                 nn.utils.clip_grad_norm_(parameters, protocol.clip)
             optimizer.step()
             total += loss.detach()
+        for net in trains.values():
+            net.eval()
         return Trained({n: weights_of(net) for n, net in trains.items()}, len(fit.pool), total / steps)
 
     def classify(self, message: Any, images: Tensor, batch_size: int = 500) -> Tensor:

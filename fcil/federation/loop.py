@@ -46,7 +46,7 @@ def _round_line(clients: Door) -> Line:
     if loss is not None and not math.isfinite(loss):
         raise UserError(
             f"training diverged in task {clients.task.index + 1}, round {clients.round + 1}: the loss is {loss}; "
-            "set a smaller lr, or a smaller clip"
+            "set a smaller lr, or a clip such as 1"
         )
     return {
         "kind": "round", "task": clients.task.index, "stage": clients.stage,

@@ -23,7 +23,7 @@ from fcil.scenario.tasks import LocalData, Task, mask
 
 @dataclass(frozen=True)
 class Config:
-    lr: float = knob(0.1, "learning rate of the clients' SGD", above=0)
+    lr: float = knob(0.01, "learning rate of the clients' SGD", above=0)
     strength: float = knob(100.0, "lambda: weight of the penalty, lambda/2 F (w - w_old)^2", least=0)
     decay: float = knob(
         0.9, "what stays of the earlier tasks' Fisher information when a new task's is added", least=0, most=1
@@ -117,6 +117,8 @@ def squared_gradients(net: nn.Module, images: Tensor, labels: Tensor, seen: Tens
         return cross_entropy(functional_call(net, weights, image[None]), label[None], seen)
 
     sums = {name: torch.zeros_like(w) for name, w in weights.items()}
+    if len(images) == 0:
+        return sums
     gradients = vmap(grad(loss), in_dims=(None, 0, 0))
     for some, their_labels in zip(
         torch.split(images, 8), torch.split(labels, 8), strict=True

@@ -19,7 +19,7 @@ from fcil.scenario.tasks import LocalData, Task, mask
 
 @dataclass(frozen=True)
 class Config:
-    lr: float = knob(0.1, "learning rate of the clients' SGD", above=0)
+    lr: float = knob(0.01, "learning rate of the clients' SGD", above=0)
 
 
 @record

@@ -21,7 +21,7 @@ from fcil.scenario.tasks import LocalData, Task, mask
 
 @dataclass(frozen=True)
 class Config:
-    lr: float = knob(0.1, "learning rate of the clients' SGD", above=0)
+    lr: float = knob(0.01, "learning rate of the clients' SGD", above=0)
 
 
 @record
@@ -73,25 +73,34 @@ class Client:
     def train(self, memory: Memory, data: LocalData, message: Model) -> Training[Update]:
         trained = yield Fit(
             loss, load={"net": message.weights}, trains=("net",), lr=self.config.lr,
-            pool=data.cached("everything", lambda _: everything(memory, data)), given=Given(message.seen),
+            pool=data.cached("pool", lambda _: pool(memory, data)), given=Given(message.seen),
         )  # fmt: skip
         return Update(trained.weights, trained.count)
 
     @remote
     def remember(self, memory: Memory, data: LocalData, message: Done) -> Done:
-        for j in data.classes():
-            earlier = memory.images.get(j, data.images[:0])
-            memory.images[j] = torch.cat([earlier, data.of(j)])
+        memory.images = everything(memory, data)
         return Done()
 
     def predict(self, message: Model, images: Tensor) -> Tensor:
         return masked(loaded(self.net, message.weights)(images), message.seen)
 
 
-def everything(memory: Memory, data: LocalData) -> Pool:
-    """Put the current task's images beside all earlier ones."""
-    labels = [data.labels.new_full((len(images),), j) for j, images in memory.images.items()]
-    return Pool(torch.cat([data.images, *memory.images.values()]), torch.cat([data.labels, *labels]))
+def everything(memory: Memory, data: LocalData) -> ByClass:
+    """Put the current images beside all earlier ones, by class."""
+    images = dict(memory.images)
+    for j in data.classes():
+        earlier, new = images.get(j, data.images[:0]), data.of(j)
+        if not torch.equal(earlier[-len(new) :], new):  # a client that stayed behind has the same images again
+            images[j] = torch.cat([earlier, new])
+    return images
+
+
+def pool(memory: Memory, data: LocalData) -> Pool:
+    """Make one pool of everything; it is empty for a client that never had an image."""
+    images = everything(memory, data)
+    labels = [data.labels.new_full((len(some),), j) for j, some in images.items()]
+    return Pool(torch.cat([data.images[:0], *images.values()]), torch.cat([data.labels[:0], *labels]))
 
 
 METHOD = Method(Config, Server, Client, Memory)

@@ -21,7 +21,7 @@ from fcil.scenario.tasks import LocalData, Task, mask
 
 @dataclass(frozen=True)
 class Config:
-    lr: float = knob(0.1, "learning rate of the clients' SGD", above=0)
+    lr: float = knob(0.01, "learning rate of the clients' SGD", above=0)
     distill: float = knob(3.0, "weight of the distillation from the old model", least=0)
     temperature: float = knob(2.0, "temperature of the distillation", above=0)
 

@@ -263,10 +263,15 @@ def _cut(path: Path, offset: int) -> None:
             if offset:
                 file.seek(max(offset - 1, 0))
             if not 0 <= offset <= size or (offset and file.read(1) != b"\n"):
-                raise UserError(f"{path} does not belong to this checkpoint: it has no line that ends at byte {offset}")
+                raise UserError(
+                    f"{path} does not belong to this checkpoint: it has no line that ends at byte {offset}; "
+                    "start the run again in another folder"
+                )
             file.truncate(offset)
     except FileNotFoundError:
-        raise UserError(f"there is no ledger {path}") from None
+        raise UserError(
+            f"there is no ledger {path}, and without it the run cannot go on; start it again in another folder"
+        ) from None
     except OSError as error:
         raise UserError(f"cannot write {path} ({error.strerror})") from None
 

@@ -149,8 +149,11 @@ def from_toml(path: Path) -> Benchmark:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path} is not a readable TOML file ({error})") from None
     base = values.get("base")
-    start = Benchmark(name=path.stem) if base is None else benchmark(str(base))
-    made = changed(start, {"name": path.stem, **{k: v for k, v in values.items() if k != "base"}})
+    try:
+        start = Benchmark(name=path.stem) if base is None else benchmark(str(base))
+        made = changed(start, {"name": path.stem, **{k: v for k, v in values.items() if k != "base"}})
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     if not made.dataset:
         raise UserError(f'{path} names no dataset; add a line such as dataset = "cifar100"')
     if "/" in made.dataset or (path.parent / made.dataset).exists():

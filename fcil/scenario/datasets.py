@@ -108,12 +108,11 @@ def _known_folder(name: str) -> Path:
 
         return Path(snapshot_download(repo, repo_type="dataset", allow_patterns=["*.parquet"]))
     except Exception as error:  # the hub's client passes on whatever its transport raises
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         place = f"into {here / name}" if here else f"into a folder {name} and set FCIL_DATA to the folder that holds it"
         raise UserError(
-            f"{name} is not here and cannot be fetched ({reason}); "
-            f"put train*.parquet and {half}*.parquet of huggingface.co/datasets/{repo} {place}"
-        ) from None
+            f"{name} is not here and the Hugging Face hub does not answer; "
+            f"put train*.parquet and {half}*.parquet of its dataset {repo} {place}"
+        ) from error
 
 
 def _imagenet_subset() -> Source:

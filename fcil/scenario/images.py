@@ -135,13 +135,14 @@ def _pixels(data: bytes, size: int) -> Bytes | None:
         with Image.open(BytesIO(data)) as opened:
             if size:
                 opened.draft("RGB", (2 * size, 2 * size))  # large JPEGs: skips detail that resizing would drop
-            image = _rgb(ImageOps.exif_transpose(opened))
+            image = rgb(ImageOps.exif_transpose(opened))
             return np.asarray(resized(image, size) if size else image)
     except Exception:  # Pillow raises almost anything on a damaged file; such images are skipped and counted
         return None
 
 
-def _rgb(image: Image.Image) -> Image.Image:
+def rgb(image: Image.Image) -> Image.Image:
+    """Return an image of any mode in red, green and blue, 8 bits each."""
     if image.mode.startswith("I"):  # 16 bit grey, which Pillow would clip
         return Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8)).convert("RGB")
     if image.mode == "P":

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fcil.errors import UserError
 from fcil.scenario.benchmarks import Benchmark
-from fcil.scenario.datasets import Dataset, load
+from fcil.scenario.datasets import LICENCES, Dataset, load
 from fcil.scenario.memory import budget
 from fcil.scenario.partition import Indices, partition
 from fcil.scenario.schedule import Schedule
@@ -135,6 +135,9 @@ class Scenario:
         missing = sum(int((counts == 0).sum()) for counts in held)
         if missing:
             found.append(f"{missing} of {self.capacity} classes are held by no client when their task comes")
+        unused = len(data.class_names) - self.capacity
+        if unused and self.benchmark.dataset not in LICENCES:
+            found.append(f"{unused} of {len(data.class_names)} classes of {data.name} are in no task")
         if data.skipped:
             found.append(f"{data.skipped} images of {data.name} could not be read and are left out")
         if data.name != asked and data.name.startswith(f"{asked}-"):

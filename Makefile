@@ -1,0 +1,32 @@
+# Two commands on a fresh machine with Python 3.11 and make: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check bars clean
+demo: $(VENV)/core  ## set up, and run the default method on the digits
+	$(BIN)/fcil run
+
+test: $(VENV)/dev  ## set up, and pass the tests
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+check: $(VENV)/dev  ## ruff, ruff format, mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bars: $(VENV)/dev  ## the long checks behind RESULTS.md
+	$(BIN)/python -m pytest -n 0 -m bars
+
+$(VENV)/core: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/dev: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@ $(VENV)/core
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
