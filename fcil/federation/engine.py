@@ -36,9 +36,11 @@ class Engine:
         self.nets = {name: net.to(self.device) for name, net in self.client.networks().items()}
 
     def receive(self, message: Any) -> Any:
-        """Bring a message onto the device; on the CPU it is passed on as it is."""
-        if self.device.type == "cpu":
+        """Bring a record or a tensor onto the device; on the CPU it is passed on as it is."""
+        if self.device.type == "cpu" or message is None:
             return message
+        if isinstance(message, Tensor):
+            return message.to(self.device)
         return unflatten(type(message), {name: tensor.to(self.device) for name, tensor in flatten(message).items()})
 
     def answer(
@@ -83,12 +85,12 @@ class Engine:
             weight_decay=protocol.weight_decay if fit.weight_decay is None else fit.weight_decay,
             fused=True,
         )
-        total = torch.zeros((), device=self.device)
+        total, given = torch.zeros((), device=self.device), self.receive(fit.given)
         batches = self._batches(fit, steps, batch_size, generator)
         for step, batch in enumerate(batches):
             optimizer.param_groups[0]["lr"] = fit.lr * rate(protocol, (call.round + step / steps) / call.rounds)
             optimizer.zero_grad()
-            loss = fit.loss(self.nets, batch, fit.given)
+            loss = fit.loss(self.nets, batch, given)
             loss.backward()  # type: ignore[no-untyped-call]
             if protocol.clip:
                 nn.utils.clip_grad_norm_(parameters, protocol.clip)

@@ -24,7 +24,7 @@ from fcil.scenario.tasks import LocalData, Task, mask
 @dataclass(frozen=True)
 class Config:
     lr: float = knob(0.01, "learning rate of the clients' SGD", above=0)
-    strength: float = knob(100.0, "lambda: weight of the penalty, lambda/2 F (w - w_old)^2", least=0)
+    strength: float = knob(1000.0, "lambda: weight of the penalty, lambda/2 F (w - w_old)^2", least=0)
     decay: float = knob(
         0.9, "what stays of the earlier tasks' Fisher information when a new task's is added", least=0, most=1
     )

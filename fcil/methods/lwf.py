@@ -70,9 +70,11 @@ class Client:
 
     @remote
     def train(self, memory: Nothing, data: LocalData, message: Model) -> Training[Update]:
+        # a client that stayed behind holds old classes, too
+        held = mask(tuple(data.classes()), len(message.new)).to(message.new.device)
         trained = yield Fit(
             self.loss, load={"net": message.weights, "old": message.old_weights}, trains=("net",), lr=self.config.lr,
-            pool=Pool(data.images, data.labels), given=Given(message.new, message.old),
+            pool=Pool(data.images, data.labels), given=Given(message.new | held, message.old),
         )  # fmt: skip
         return Update(trained.weights, trained.count)
 
