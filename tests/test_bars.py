@@ -1,0 +1,33 @@
+"""The long checks behind RESULTS.md: `make bars`. Real data, whole runs; not part of `make test`."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from fcil.experiment import run
+
+pytestmark = pytest.mark.bars
+needs_data = pytest.mark.skipif("FCIL_DATA" not in os.environ, reason="FCIL_DATA names no folder of datasets")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_digits_have_wide_bounds(seed: int, tmp_path: Path) -> None:
+    joint = run("joint", seed=seed, out=tmp_path / "joint", device="cpu")
+    finetune = run("finetune", seed=seed, out=tmp_path / "finetune", device="cpu")
+    assert joint["final"] > 94 and finetune["final"] < 30
+    assert joint["forgetting"] < 5 and finetune["forgetting"] > 90
+
+
+@needs_data
+def test_cifar100_runs_on_the_cpu_in_four_gibibytes(tmp_path: Path) -> None:
+    few = {"rounds": 1, "steps": 1, "test_limit": 10}
+    result = run("joint", "cifar100-10x10", settings=few, out=tmp_path, device="cpu")
+    assert len(result["matrix"]) == 10 and result["peak_memory_bytes"] < 4 * 2**30
+
+
+@needs_data
+def test_tinyimagenet_runs_on_the_cpu_in_four_gibibytes(tmp_path: Path) -> None:
+    few = {"tasks": 2, "rounds": 1, "steps": 1, "active": 5}
+    result = run("joint", "tinyimagenet-10x5", settings=few, out=tmp_path, device="cpu")
+    assert len(result["matrix"]) == 2 and result["peak_memory_bytes"] < 4 * 2**30
