@@ -152,6 +152,8 @@ def test_a_result_is_computed_from_all_lines() -> None:
         "seconds": {"train": 9.25, "evaluate": 0.5, "remember": 1.0, "total": 10.75},
         "down": 3007,
         "up": 905,
+        "per_class": [],
+        "per_client": [],
         "memory_bytes": 30,
     }
 

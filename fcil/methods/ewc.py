@@ -23,6 +23,8 @@ from fcil.scenario.tasks import LocalData, Task, mask
 
 @dataclass(frozen=True)
 class Config:
+    """The knobs."""
+
     lr: float = knob(0.01, "learning rate of the clients' SGD", above=0)
     strength: float = knob(1000.0, "lambda: weight of the penalty, lambda/2 F (w - w_old)^2", least=0)
     decay: float = knob(
@@ -43,18 +45,24 @@ class Model:
 
 @record
 class Squares:
+    """One client's share of the Fisher information."""
+
     fisher: Weights  # sums over images
     count: int
 
 
 @record
 class Given:
+    """What the loss needs of the message."""
+
     anchor: Weights
     fisher: Weights
     seen: Tensor
 
 
 class Server:
+    """Averages what the clients train; adds up at a task's end which weights mattered."""
+
     def __init__(self, config: Config, setting: Setting):
         self.config, self.setting = config, setting
         net = setting.classifier()
@@ -77,6 +85,8 @@ class Server:
 
 
 class Client:
+    """Trains against a pull to the old weights; measures which weights matter."""
+
     def __init__(self, config: Config, setting: Setting):
         self.config, self.net = config, setting.classifier()
 

@@ -20,6 +20,8 @@ from fcil.scenario.tasks import LocalData, Task, mask
 
 @dataclass(frozen=True)
 class Config:
+    """The knobs."""
+
     lr: float = knob(0.01, "learning rate of the clients' SGD", above=0)
     mu: float = knob(0.01, "weight of the proximal term, mu/2 |w - w_global|^2", least=0)
 
@@ -34,11 +36,15 @@ class Model:
 
 @record
 class Given:
+    """What the loss needs of the message."""
+
     anchor: Weights  # the global weights
     seen: Tensor
 
 
 class Server:
+    """Averages what the clients train."""
+
     def __init__(self, config: Config, setting: Setting):
         self.setting = setting
         self.state = Model(weights_of(setting.classifier()), mask((), setting.capacity))
@@ -52,6 +58,8 @@ class Server:
 
 
 class Client:
+    """Trains on the images of the current task, on a leash."""
+
     def __init__(self, config: Config, setting: Setting):
         self.config, self.net = config, setting.classifier()
 

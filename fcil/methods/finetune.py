@@ -19,6 +19,8 @@ from fcil.scenario.tasks import LocalData, Task, mask
 
 @dataclass(frozen=True)
 class Config:
+    """The knobs."""
+
     lr: float = knob(0.01, "learning rate of the clients' SGD", above=0)
 
 
@@ -32,14 +34,19 @@ class Model:
 
 @record
 class Given:
+    """What the loss needs of the message."""
+
     seen: Tensor
 
 
 def loss(nets: Nets, batch: Batch, given: Given) -> Tensor:
+    """Cross-entropy among the classes seen so far."""
     return cross_entropy(nets["net"](batch.images), batch.labels, given.seen)
 
 
 class Server:
+    """Averages what the clients train, and keeps no more than the result."""
+
     def __init__(self, config: Config, setting: Setting):
         self.setting = setting
         self.state = Model(weights_of(setting.classifier()), mask((), setting.capacity))
@@ -53,6 +60,8 @@ class Server:
 
 
 class Client:
+    """Trains on the images of the current task."""
+
     def __init__(self, config: Config, setting: Setting):
         self.config, self.net = config, setting.classifier()
 

@@ -21,6 +21,8 @@ from fcil.scenario.tasks import LocalData, Task, mask
 
 @dataclass(frozen=True)
 class Config:
+    """The knobs."""
+
     lr: float = knob(0.01, "learning rate of the clients' SGD", above=0)
 
 
@@ -34,6 +36,8 @@ class Model:
 
 @record
 class Given:
+    """What the loss needs of the message."""
+
     seen: Tensor
 
 
@@ -45,10 +49,13 @@ class Memory:
 
 
 def loss(nets: Nets, batch: Batch, given: Given) -> Tensor:
+    """Cross-entropy among the classes seen so far."""
     return cross_entropy(nets["net"](batch.images), batch.labels, given.seen)
 
 
 class Server:
+    """Averages what the clients train; lets everyone keep the task's images at its end."""
+
     def __init__(self, config: Config, setting: Setting):
         self.setting = setting
         self.state = Model(weights_of(setting.classifier()), mask((), setting.capacity))
@@ -63,6 +70,8 @@ class Server:
 
 
 class Client:
+    """Trains on all images it ever held."""
+
     def __init__(self, config: Config, setting: Setting):
         self.config, self.net = config, setting.classifier()
 

@@ -21,6 +21,8 @@ from fcil.scenario.tasks import LocalData, Task, mask
 
 @dataclass(frozen=True)
 class Config:
+    """The knobs."""
+
     lr: float = knob(0.01, "learning rate of the clients' SGD", above=0)
     distill: float = knob(3.0, "weight of the distillation from the old model", least=0)
     temperature: float = knob(2.0, "temperature of the distillation", above=0)
@@ -38,11 +40,15 @@ class Model:
 
 @record
 class Given:
+    """What the loss needs of the message."""
+
     new: Tensor
     old: Tensor
 
 
 class Server:
+    """Keeps the last task's model as a teacher, and averages what the clients train."""
+
     def __init__(self, config: Config, setting: Setting):
         self.setting = setting
         weights, nothing = weights_of(setting.classifier()), mask((), setting.capacity)
@@ -62,6 +68,8 @@ class Server:
 
 
 class Client:
+    """Trains on the images of the current task under the eyes of the old model."""
+
     def __init__(self, config: Config, setting: Setting):
         self.config, self.net, self.old = config, setting.classifier(), setting.classifier()
 

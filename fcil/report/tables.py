@@ -185,6 +185,21 @@ def shown_name(method: str) -> str:
     return PurePath(method).name if method.endswith(".py") else method
 
 
+def spread(result: Mapping[str, Any], classes: Sequence[str]) -> str:
+    """Say how far classes and clients lie apart at the end of a run."""
+    by_class = [
+        (accuracy, name) for accuracy, name in zip(result["per_class"], classes, strict=False) if accuracy is not None
+    ]
+    by_client = sorted(accuracy for accuracy in result["per_client"] if accuracy is not None)
+    parts = []
+    if by_class:
+        (low, worst), (high, best) = min(by_class), max(by_class)
+        parts.append(f"classes from {low:.1f} ({worst}) to {high:.1f} ({best})")
+    if by_client:
+        parts.append(f"clients from {by_client[0]:.1f} to {by_client[-1]:.1f}, each on the classes it has held")
+    return "; ".join(parts)
+
+
 def _row(alike: Sequence[Run]) -> Row:
     runs = _one_per_seed(alike)
     results = [run.result for run in runs]

@@ -211,6 +211,8 @@ def _accuracy(tasks: list[Mapping[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"the number of test images changes after task {t}")
     return {
         **summary([line["correct"] for line in tasks], total),
+        "per_class": tasks[-1]["per_class"],
+        "per_client": tasks[-1]["per_client"],
         "memory_bytes": max(line["kept_max"] for line in tasks),
     }
 
