@@ -151,7 +151,8 @@ def sweep(
     """Run all combinations that are missing; `--set memory=1,2,4` is an axis. It may be killed and started again."""
     from fcil.experiment import finished
     from fcil.plan import plan
-    from fcil.report.tables import as_rich, compare
+    from fcil.report.comparison import compare
+    from fcil.report.tables import as_rich
     from fcil.results.runs import find
 
     axes = [
@@ -190,7 +191,8 @@ def table(
     ] = False,
 ) -> None:
     """Compare finished runs: mean and standard error over seeds, the paper's claims beside ours."""
-    from fcil.report.tables import as_csv, as_latex, as_markdown, as_rich, compare
+    from fcil.report.comparison import compare
+    from fcil.report.tables import as_csv, as_latex, as_markdown, as_rich
     from fcil.results.ledger import verify as differences
     from fcil.results.runs import find, unfinished
 

@@ -8,9 +8,6 @@ happened.
 import errno
 import fcntl
 import json
-import resource
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -25,6 +22,7 @@ from fcil.federation.engine import Engine, seeded
 from fcil.federation.in_process import InProcess
 from fcil.federation.loop import Line, learn
 from fcil.federation.store import Checkpoints, write_text
+from fcil.machine import commit, peak, reset_peak
 from fcil.method import Method, Server, Setting
 from fcil.methods import DEFAULT, family, method
 from fcil.plan import FORMAT, Plan, plan
@@ -74,7 +72,7 @@ def finished(folder: Path, wanted: Plan) -> bool:
 def execute(wanted: Plan, folder: Path, device: str = "auto", every: float = 10.0) -> Iterator[Line]:
     """Do a run, or what is left of it, in `folder`; yield the ledger's new lines as they are written."""
     with _said_plainly(folder), _locked(folder):
-        _reset_peak()
+        reset_peak()
         parts = assemble(wanted, device)
         if not (folder / "config.toml").exists():
             write_text(folder / "config.toml", wanted.to_toml())
@@ -172,7 +170,7 @@ def _first_line(wanted: Plan, parts: Parts) -> Line:
     return {
         "kind": "run", "format": FORMAT, "method": wanted.method, "benchmark": wanted.benchmark.name,
         "protocol": wanted.protocol.name, "seed": wanted.seed, "settings": wanted.settings, "command": wanted.command,
-        "device": str(parts.engine.device), "partition": wanted.benchmark.partition, "commit": _commit(),
+        "device": str(parts.engine.device), "partition": wanted.benchmark.partition, "commit": commit(),
         "memory_budget": parts.scenario.budget.per_client, "classes": parts.scenario.class_names,
         "warnings": parts.scenario.warnings,
     }  # fmt: skip
@@ -194,12 +192,13 @@ def _finish(wanted: Plan, parts: Parts, folder: Path) -> None:
         "protocol": wanted.protocol.name,
         "seed": wanted.seed,
         "settings": wanted.settings,
+        "classes": parts.scenario.class_names,
         **result_of(read(folder / "ledger.jsonl")),
         "memory_budget": parts.scenario.budget.per_client,
-        "peak_memory_bytes": _peak(parts.engine.device),
+        "peak_memory_bytes": peak(parts.engine.device),
         "device": str(parts.engine.device),
         "partition": wanted.benchmark.partition,
-        "commit": _commit(),
+        "commit": commit(),
         "command": wanted.command,
         "ledger_sha256": sha256(folder / "ledger.jsonl"),
     }
@@ -244,40 +243,3 @@ def _said_plainly(folder: Path) -> Iterator[None]:
         begun = (folder / "config.toml").exists()
         again = f"what was saved is whole, go on with: fcil run --resume {folder}" if begun else "nothing was begun"
         raise UserError(f"cannot write to {folder}: the disk is full; {again}") from error
-
-
-def _commit() -> str:
-    here = Path(__file__).parent
-    try:
-        head = subprocess.run(
-            ["git", "-C", here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10
-        )
-        state = subprocess.run(
-            ["git", "-C", here, "status", "--porcelain", "--", here],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=10,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return head.stdout.strip() + ("-changed" if state.stdout.strip() else "")
-
-
-def _reset_peak() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # a sweep's runs share this process: each counts its own peak
-
-
-def _peak(device: torch.device) -> int:
-    """Return the most memory that this run had: on the GPU where it ran there, else of the process."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated())
-    try:
-        status = Path("/proc/self/status").read_text()
-        return 1024 * int(status.partition("VmHWM:")[2].split()[0])
-    except (OSError, IndexError, ValueError):
-        scale = 1 if sys.platform == "darwin" else 1024
-        return scale * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -150,13 +150,12 @@ def show_notes(folder: Path) -> None:
 
 def show_result(folder: Path) -> None:
     """Show what came out of a finished run."""
-    from fcil.report.tables import accuracy_table, spread
-    from fcil.results.ledger import read
+    from fcil.report.outcome import accuracy_table, spread
     from fcil.results.runs import read_result
 
     result = read_result(folder)
     show_notes(folder)
     console.print(accuracy_table(result, console.width))
-    console.print(spread(result, read(folder / "ledger.jsonl")[0].get("classes", [])), soft_wrap=True)
+    console.print(spread(result), soft_wrap=True)
     root = folder.parent.parent if folder.name == str(result["seed"]) else folder
     console.print(f"saved in {folder}; compare runs with: fcil table {root}", soft_wrap=True)

@@ -494,7 +494,10 @@ def test_a_memory_changed_in_place_is_noticed(room: Room) -> None:
 def test_classify_gives_the_highest_score_of_every_image_whatever_the_batch() -> None:
     engine, message, images = an_engine(), Sent(start()), a_pool(23).images
     whole = engine.classify(message, images)
-    assert whole.shape == (23,) and torch.equal(whole, engine.classify(message, images, batch_size=5))
+    assert whole.shape == (23,) and torch.equal(
+        whole.repeat(50),
+        engine.classify(message, images.repeat(50, 1, 1, 1)),  # more than one batch
+    )
     with torch.no_grad():
         assert torch.equal(whole, engine.client.predict(message, images).argmax(1))
     assert engine.classify(message, images[:0]).shape == (0,)

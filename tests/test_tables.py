@@ -9,8 +9,10 @@ import pytest
 from rich.console import Console, RenderableType
 
 from fcil.errors import UserError
+from fcil.report.comparison import Measured, compare
+from fcil.report.outcome import accuracy_table
 from fcil.report.paper import PAPER_FINAL, PAPER_SEM, claim
-from fcil.report.tables import Measured, accuracy_table, as_csv, as_latex, as_markdown, as_rich, compare
+from fcil.report.tables import as_csv, as_latex, as_markdown, as_rich
 from fcil.results.metrics import summary
 from fcil.results.runs import Run
 from fcil.scenario.benchmarks import BENCHMARKS

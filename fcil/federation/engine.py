@@ -100,9 +100,11 @@ class Engine:
             net.eval()
         return Trained({n: weights_of(net) for n, net in trains.items()}, len(fit.pool), total / steps)
 
-    def classify(self, message: Any, images: Tensor, batch_size: int = 500) -> Tensor:
+    def classify(self, message: Any, images: Tensor) -> Tensor:
         """Return the class of each image, from the broadcast alone, with all cores."""
         message = self.receive(message)
+        pixels = 2**17 if self.device.type == "cpu" else 2**20  # at once: keeps activations in hundreds of megabytes
+        batch_size = min(1000, max(1, pixels // (images.shape[-1] * images.shape[-2])))
         with threads(os.cpu_count() or 1), torch.inference_mode():
             parts = [
                 self.client.predict(message, part.to(self.device)).argmax(1) for part in torch.split(images, batch_size)

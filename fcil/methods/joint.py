@@ -88,28 +88,21 @@ class Client:
 
     @remote
     def remember(self, memory: Memory, data: LocalData, message: Done) -> Done:
-        memory.images = everything(memory, data)
+        for j in data.classes():
+            earlier, new = memory.images.get(j, data.images[:0]), data.of(j)
+            if not torch.equal(earlier, new):  # a client that stayed behind has the same images again
+                memory.images[j] = torch.cat([earlier, new])
         return Done()
 
     def predict(self, message: Model, images: Tensor) -> Tensor:
         return masked(loaded(self.net, message.weights)(images), message.seen)
 
 
-def everything(memory: Memory, data: LocalData) -> ByClass:
-    """Put the current images beside all earlier ones, by class."""
-    images = dict(memory.images)
-    for j in data.classes():
-        earlier, new = images.get(j, data.images[:0]), data.of(j)
-        if not torch.equal(earlier[-len(new) :], new):  # a client that stayed behind has the same images again
-            images[j] = torch.cat([earlier, new])
-    return images
-
-
 def pool(memory: Memory, data: LocalData) -> Pool:
-    """Make one pool of everything; it is empty for a client that never had an image."""
-    images = everything(memory, data)
-    labels = [data.labels.new_full((len(some),), j) for j, some in images.items()]
-    return Pool(torch.cat([data.images[:0], *images.values()]), torch.cat([data.labels[:0], *labels]))
+    """Put the current images beside all earlier ones; empty for a client that never had an image."""
+    earlier = {j: images for j, images in memory.images.items() if not torch.equal(images, data.of(j))}
+    labels = [data.labels.new_full((len(images),), j) for j, images in earlier.items()]
+    return Pool(torch.cat([data.images, *earlier.values()]), torch.cat([data.labels, *labels]))
 
 
 METHOD = Method(Config, Server, Client, Memory)

@@ -1,109 +1,19 @@
-"""Tables: many runs side by side, and the one a newcomer sees at the end of a run.
+"""Tables: a comparison drawn for the terminal, for Markdown, for LaTeX and as CSV.
 
-A comparison has a section for each benchmark and protocol, and in it a row for each method and its settings, averaged
-over seeds. The same rows are drawn for the terminal, for Markdown, for LaTeX and as CSV.
+There is a section for each benchmark and protocol, and in it a row for each method and its settings.
 """
 
 import csv
 import io
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import PurePath
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from fcil.errors import UserError
-from fcil.report.paper import PAPER_FINAL, Claim, claim, paper_name
-from fcil.results.metrics import forgotten, mean_and_sem
-from fcil.results.runs import Run
-from fcil.scenario.benchmarks import Benchmark
-
-BOUNDS = {"finetune": "lower", "joint": "upper"}
-
-_PAPER_ORDER = list(PAPER_FINAL["cifar100-10x10"])
-# Settings of the benchmark under which the paper's number still speaks of the same experiment.
-_SAME_EXPERIMENT = {"partition_seed", "sampling_seed", "memory_scope"}
-_OTHER_EXPERIMENT = {f.name for f in fields(Benchmark)} - _SAME_EXPERIMENT
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A mean over seeds and its standard error, which one seed does not have."""
-
-    mean: float
-    sem: float | None
-
-    def __str__(self) -> str:
-        """Say the value so that nobody takes one seed for more."""
-        return f"{_number(self.mean)} (1 seed)" if self.sem is None else f"{_number(self.mean)} ± {_number(self.sem)}"
-
-
-@dataclass(frozen=True)
-class Row:
-    """A method with its settings, over its seeds."""
-
-    method: str
-    settings: dict[str, Any]
-    seeds: tuple[int, ...]
-    final: Measured
-    average: Measured
-    forgetting: Measured
-    bwt: Measured
-    memory_bytes: float
-    seconds: float
-    paper: Claim | None
-
-    @property
-    def label(self) -> str:
-        """Return the method and what was set beyond its defaults."""
-        name = shown_name(self.method)
-        return f"{name} ({_settings_text(self.settings)})" if self.settings else name
-
-
-@dataclass(frozen=True)
-class Section:
-    """All rows of one benchmark under one protocol."""
-
-    benchmark: str
-    protocol: str
-    rows: tuple[Row, ...]
-
-    @property
-    def title(self) -> str:
-        """Name the benchmark and the protocol."""
-        return f"{self.benchmark}, {self.protocol} protocol"
-
-    @property
-    def best(self) -> Row | None:
-        """Return the method with the highest final accuracy, bounds and changed settings aside."""
-        rivals = [row for row in self.rows if not row.settings and row.method not in BOUNDS]
-        return max(rivals, key=lambda row: row.final.mean) if len(rivals) > 1 else None
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Runs side by side."""
-
-    sections: tuple[Section, ...]
-
-
-def compare(runs: Iterable[Run]) -> Comparison:
-    """Group runs by benchmark, protocol, method and settings, and average each group over its seeds."""
-    groups: dict[tuple[str, str], dict[tuple[str, str], list[Run]]] = {}
-    for run in runs:
-        section = groups.setdefault((run.result["benchmark"], run.result["protocol"]), {})
-        section.setdefault((run.result["method"], json.dumps(run.settings, sort_keys=True)), []).append(run)
-    return Comparison(
-        tuple(
-            Section(benchmark, protocol, tuple(sorted((_row(alike) for alike in rows.values()), key=_place)))
-            for (benchmark, protocol), rows in sorted(groups.items())
-        )
-    )
+from fcil.report.comparison import BOUNDS, Comparison, Row, Section, number, settings_text
 
 
 def as_rich(comparison: Comparison, width: int = 80) -> Group:
@@ -135,132 +45,11 @@ def as_csv(comparison: Comparison) -> str:
         for row in section.rows:
             measured = [getattr(row, name) for name in measures]
             writer.writerow(
-                [section.benchmark, section.protocol, row.method, _settings_text(row.settings), len(row.seeds)]
+                [section.benchmark, section.protocol, row.method, settings_text(row.settings), len(row.seeds)]
                 + [value for m in measured for value in (m.mean, m.sem)]
                 + [row.memory_bytes, row.seconds, *(row.paper or (None, None))]
             )
     return text.getvalue()
-
-
-def accuracy_table(result: Mapping[str, Any], width: int = 80) -> Table:
-    """Draw one run: accuracy on each task after each task, and the metrics, each under what it is made of."""
-    matrix: list[list[float]] = result["matrix"]
-    tasks = len(matrix)
-    # The accuracy on all classes is no mean of a row where tasks differ in size, so what is not given stays empty.
-    everything: list[float | None] = result.get("overall") or [None] * (tasks - 1) + [result["final"]]
-    falls = [*forgotten(matrix), None]
-    columns: list[tuple[str, list[float | None], float | None]] = [
-        (f"task\n{j + 1}", [row[j] if j < len(row) else None for row in matrix], falls[j]) for j in range(tasks)
-    ]
-    if len("forgetting") + 6 * tasks + len(" so far") > width:
-        columns = [
-            ("first\ntask", [row[0] for row in matrix], falls[0]),
-            ("newest\ntask", [row[-1] for row in matrix], None),
-        ]
-    names = (
-        f"{shown_name(result['method'])} on {result['benchmark']}, {result['protocol']} protocol, seed {result['seed']}"
-    )
-    table = Table(
-        title=Text.assemble((names, "bold"), "\ntest accuracy in percent"), title_style="", title_justify="left",
-        caption="average: mean of the last column; forgetting: fall from each task's best",
-        caption_style="dim", caption_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False, pad_edge=False,
-    )  # fmt: skip
-    # Title and caption are folded to the table's width, so a table of few tasks is widened at its first column.
-    table.add_column("after\ntask", no_wrap=True, min_width=max(10, min(width, 48) - 6 * len(columns) - 7))
-    for header, _, _ in columns:
-        table.add_column(header, justify="right", no_wrap=True, min_width=5)
-    table.add_column("all\nso far", justify="right", style="bold", no_wrap=True)
-    for t in range(tasks):
-        cells = [_percent(values[t]) for _, values, _ in columns]
-        table.add_row(str(t + 1), *cells, _percent(everything[t]), end_section=t == tasks - 1)
-    blank = [""] * len(columns)
-    table.add_row("final", *blank, _percent(result["final"]))
-    table.add_row("average", *blank, _percent(result["average"]))
-    table.add_row("forgetting", *(_percent(fall) for _, _, fall in columns), _percent(result["forgetting"]))
-    return table
-
-
-def shown_name(method: str) -> str:
-    """Return what a method is called: its name, or that of the user's own file."""
-    return PurePath(method).name if method.endswith(".py") else method
-
-
-def spread(result: Mapping[str, Any], classes: Sequence[str]) -> str:
-    """Say how far classes and clients lie apart at the end of a run."""
-    by_class = [
-        (accuracy, name) for accuracy, name in zip(result["per_class"], classes, strict=False) if accuracy is not None
-    ]
-    by_client = sorted(accuracy for accuracy in result["per_client"] if accuracy is not None)
-    parts = []
-    if by_class:
-        (low, worst), (high, best) = min(by_class), max(by_class)
-        parts.append(f"classes from {low:.1f} ({worst}) to {high:.1f} ({best})")
-    if by_client:
-        parts.append(f"clients from {by_client[0]:.1f} to {by_client[-1]:.1f}, each on the classes it has held")
-    return "; ".join(parts)
-
-
-def _row(alike: Sequence[Run]) -> Row:
-    runs = _one_per_seed(alike)
-    results = [run.result for run in runs]
-    first = results[0]
-    same_experiment = not _OTHER_EXPERIMENT & runs[0].settings.keys()
-    return Row(
-        method=first["method"],
-        settings=runs[0].settings,
-        seeds=tuple(result["seed"] for result in results),
-        final=_measured(results, "final"),
-        average=_measured(results, "average"),
-        forgetting=_measured(results, "forgetting"),
-        bwt=_measured(results, "bwt"),
-        memory_bytes=mean_and_sem([result["memory_bytes"] for result in results])[0],
-        seconds=mean_and_sem([result["seconds"]["total"] for result in results])[0],
-        paper=claim(first["benchmark"], first["method"]) if same_experiment else None,
-    )
-
-
-def _one_per_seed(runs: Sequence[Run]) -> list[Run]:
-    # A repeated seed is no further evidence: counted twice, it would shrink the standard error.
-    kept: dict[int, Run] = {}
-    for run in runs:
-        other = kept.setdefault(run.result["seed"], run)
-        if other.result["matrix"] != run.result["matrix"]:
-            raise UserError(
-                f"{other.folder} and {run.folder} are both {run.result['method']} on {run.result['benchmark']} "
-                f"with seed {run.result['seed']}, but differ in their results; leave one of them out"
-            )
-    return [kept[seed] for seed in sorted(kept)]
-
-
-def _measured(results: Sequence[Mapping[str, Any]], name: str) -> Measured:
-    return Measured(*mean_and_sem([result[name] for result in results]))
-
-
-def _place(row: Row) -> tuple[Any, ...]:
-    """Sort the lower bound first, then what the paper lacks, its methods in its order, ours, and the upper bound."""
-    settings = [
-        (name, (0, value, "") if isinstance(value, int | float) else (1, 0, str(value)))
-        for name, value in sorted(row.settings.items())
-    ]
-    return (_rank(row.method), row.method, settings)
-
-
-def _rank(method: str) -> int:
-    if method in BOUNDS:
-        return -2 if BOUNDS[method] == "lower" else 1000
-    if method.startswith("hr-literal"):
-        return 100 + _PAPER_ORDER.index(paper_name(method)) if paper_name(method) in _PAPER_ORDER else 199
-    if method == "hr" or method.startswith("hr-"):
-        return 200 + _PAPER_ORDER.index(method) if method in _PAPER_ORDER else 299
-    return _PAPER_ORDER.index(method) if method in _PAPER_ORDER else -1
-
-
-def _settings_text(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={_setting(value)}" for name, value in sorted(settings.items()))
-
-
-def _setting(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _kilobytes(row: Row) -> str:
@@ -280,14 +69,6 @@ def _claimed_final(row: Row) -> str:
     return f"{row.paper.final:.2f}" if row.paper else ""
 
 
-def _number(value: float) -> str:
-    return f"{round(value, 1) + 0.0:.1f}"  # the sum turns -0.0 into 0.0
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else _number(value)
-
-
 @dataclass(frozen=True)
 class _Column:
     header: str
@@ -300,8 +81,8 @@ _COLUMNS = (
     _Column("seeds", lambda row: str(len(row.seeds)), dropped=4),
     _Column("final", lambda row: str(row.final)),
     _Column("average", lambda row: str(row.average)),
-    _Column("forgetting", lambda row: _number(row.forgetting.mean), dropped=6),
-    _Column("BWT", lambda row: _number(row.bwt.mean), dropped=1),
+    _Column("forgetting", lambda row: number(row.forgetting.mean), dropped=6),
+    _Column("BWT", lambda row: number(row.bwt.mean), dropped=1),
     _Column("KB", _kilobytes, dropped=3),
     _Column("min", _minutes, dropped=2),
     _Column("paper", _claimed, dropped=5),

@@ -1,0 +1,45 @@
+"""What the machine says of a run: the commit of the code, and the most memory it had."""
+
+import resource
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+
+def commit() -> str:
+    """Return the commit that the code is at, marked if it was changed since; empty where it is in no repository."""
+    here = Path(__file__).parent
+    try:
+        tracked = _git("ls-files", "--error-unmatch", Path(__file__).name, at=here)
+        head, changes = _git("rev-parse", "HEAD", at=here), _git("status", "--porcelain", "--", ".", at=here)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return head + ("-changed" if changes else "") if tracked else ""
+
+
+def reset_peak() -> None:
+    """Start counting anew: the runs of a sweep share a process."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak(device: torch.device) -> int:
+    """Return the most memory since then, in bytes: on the GPU where the run was there, else of the process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated())
+    try:
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+    except (OSError, IndexError, ValueError):
+        scale = 1 if sys.platform == "darwin" else 1024
+        return scale * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _git(*words: str, at: Path) -> str:
+    done = subprocess.run(["git", *words], cwd=at, capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()

@@ -1,0 +1,171 @@
+"""Runs side by side: grouped by benchmark, protocol, method and settings, and averaged over seeds."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import PurePath
+from typing import Any
+
+from fcil.errors import UserError
+from fcil.report.paper import PAPER_FINAL, Claim, claim, paper_name
+from fcil.results.metrics import mean_and_sem
+from fcil.results.runs import Run
+from fcil.scenario.benchmarks import Benchmark
+
+BOUNDS = {"finetune": "lower", "joint": "upper"}
+
+_PAPER_ORDER = list(PAPER_FINAL["cifar100-10x10"])
+
+# Settings of the benchmark under which the paper's number still speaks of the same experiment.
+_SAME_EXPERIMENT = {"partition_seed", "sampling_seed", "memory_scope"}
+
+_OTHER_EXPERIMENT = {f.name for f in fields(Benchmark)} - _SAME_EXPERIMENT
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A mean over seeds and its standard error, which one seed does not have."""
+
+    mean: float
+    sem: float | None
+
+    def __str__(self) -> str:
+        """Say the value so that nobody takes one seed for more."""
+        return f"{number(self.mean)} (1 seed)" if self.sem is None else f"{number(self.mean)} ± {number(self.sem)}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method with its settings, over its seeds."""
+
+    method: str
+    settings: dict[str, Any]
+    seeds: tuple[int, ...]
+    final: Measured
+    average: Measured
+    forgetting: Measured
+    bwt: Measured
+    memory_bytes: float
+    seconds: float
+    paper: Claim | None
+
+    @property
+    def label(self) -> str:
+        """Return the method and what was set beyond its defaults."""
+        name = shown_name(self.method)
+        return f"{name} ({settings_text(self.settings)})" if self.settings else name
+
+
+@dataclass(frozen=True)
+class Section:
+    """All rows of one benchmark under one protocol."""
+
+    benchmark: str
+    protocol: str
+    rows: tuple[Row, ...]
+
+    @property
+    def title(self) -> str:
+        """Name the benchmark and the protocol."""
+        return f"{self.benchmark}, {self.protocol} protocol"
+
+    @property
+    def best(self) -> Row | None:
+        """Return the method with the highest final accuracy, bounds and changed settings aside."""
+        rivals = [row for row in self.rows if not row.settings and row.method not in BOUNDS]
+        return max(rivals, key=lambda row: row.final.mean) if len(rivals) > 1 else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs side by side."""
+
+    sections: tuple[Section, ...]
+
+
+def compare(runs: Iterable[Run]) -> Comparison:
+    """Group runs by benchmark, protocol, method and settings, and average each group over its seeds."""
+    groups: dict[tuple[str, str], dict[tuple[str, str], list[Run]]] = {}
+    for run in runs:
+        section = groups.setdefault((run.result["benchmark"], run.result["protocol"]), {})
+        section.setdefault((run.result["method"], json.dumps(run.settings, sort_keys=True)), []).append(run)
+    return Comparison(
+        tuple(
+            Section(benchmark, protocol, tuple(sorted((_row(alike) for alike in rows.values()), key=_place)))
+            for (benchmark, protocol), rows in sorted(groups.items())
+        )
+    )
+
+
+def shown_name(method: str) -> str:
+    """Return what a method is called: its name, or that of the user's own file."""
+    return PurePath(method).name if method.endswith(".py") else method
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """Say what was set beyond the defaults."""
+    return ", ".join(f"{name}={_setting(value)}" for name, value in sorted(settings.items()))
+
+
+def number(value: float) -> str:
+    """Round to what a table shows."""
+    return f"{round(value, 1) + 0.0:.1f}"  # the sum turns -0.0 into 0.0
+
+
+def _row(alike: Sequence[Run]) -> Row:
+    runs = _one_per_seed(alike)
+    results = [run.result for run in runs]
+    first = results[0]
+    same_experiment = not _OTHER_EXPERIMENT & runs[0].settings.keys()
+    return Row(
+        method=first["method"],
+        settings=runs[0].settings,
+        seeds=tuple(result["seed"] for result in results),
+        final=_measured(results, "final"),
+        average=_measured(results, "average"),
+        forgetting=_measured(results, "forgetting"),
+        bwt=_measured(results, "bwt"),
+        memory_bytes=mean_and_sem([result["memory_bytes"] for result in results])[0],
+        seconds=mean_and_sem([result["seconds"]["total"] for result in results])[0],
+        paper=claim(first["benchmark"], first["method"]) if same_experiment else None,
+    )
+
+
+def _one_per_seed(runs: Sequence[Run]) -> list[Run]:
+    # A repeated seed is no further evidence: counted twice, it would shrink the standard error.
+    kept: dict[int, Run] = {}
+    for run in runs:
+        other = kept.setdefault(run.result["seed"], run)
+        if other.result["matrix"] != run.result["matrix"]:
+            raise UserError(
+                f"{other.folder} and {run.folder} are both {run.result['method']} on {run.result['benchmark']} "
+                f"with seed {run.result['seed']}, but differ in their results; leave one of them out"
+            )
+    return [kept[seed] for seed in sorted(kept)]
+
+
+def _measured(results: Sequence[Mapping[str, Any]], name: str) -> Measured:
+    return Measured(*mean_and_sem([result[name] for result in results]))
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    """Sort the lower bound first, then what the paper lacks, its methods in its order, ours, and the upper bound."""
+    settings = [
+        (name, (0, value, "") if isinstance(value, int | float) else (1, 0, str(value)))
+        for name, value in sorted(row.settings.items())
+    ]
+    return (_rank(row.method), row.method, settings)
+
+
+def _rank(method: str) -> int:
+    if method in BOUNDS:
+        return -2 if BOUNDS[method] == "lower" else 1000
+    if method.startswith("hr-literal"):
+        return 100 + _PAPER_ORDER.index(paper_name(method)) if paper_name(method) in _PAPER_ORDER else 199
+    if method == "hr" or method.startswith("hr-"):
+        return 200 + _PAPER_ORDER.index(method) if method in _PAPER_ORDER else 299
+    return _PAPER_ORDER.index(method) if method in _PAPER_ORDER else -1
+
+
+def _setting(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

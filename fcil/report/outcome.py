@@ -1,0 +1,67 @@
+"""One run: the table a newcomer sees at its end."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from fcil.report.comparison import number, shown_name
+from fcil.results.metrics import forgotten
+
+
+def accuracy_table(result: Mapping[str, Any], width: int = 80) -> Table:
+    """Draw one run: accuracy on each task after each task, and the metrics, each under what it is made of."""
+    matrix: list[list[float]] = result["matrix"]
+    tasks = len(matrix)
+    # The accuracy on all classes is no mean of a row where tasks differ in size, so what is not given stays empty.
+    everything: list[float | None] = result.get("overall") or [None] * (tasks - 1) + [result["final"]]
+    falls = [*forgotten(matrix), None]
+    columns: list[tuple[str, list[float | None], float | None]] = [
+        (f"task\n{j + 1}", [row[j] if j < len(row) else None for row in matrix], falls[j]) for j in range(tasks)
+    ]
+    if len("forgetting") + 6 * tasks + len(" so far") > width:
+        columns = [
+            ("first\ntask", [row[0] for row in matrix], falls[0]),
+            ("newest\ntask", [row[-1] for row in matrix], None),
+        ]
+    names = (
+        f"{shown_name(result['method'])} on {result['benchmark']}, {result['protocol']} protocol, seed {result['seed']}"
+    )
+    table = Table(
+        title=Text.assemble((names, "bold"), "\ntest accuracy in percent"), title_style="", title_justify="left",
+        caption="average: mean of the last column; forgetting: fall from each task's best",
+        caption_style="dim", caption_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False, pad_edge=False,
+    )  # fmt: skip
+    # Title and caption are folded to the table's width, so a table of few tasks is widened at its first column.
+    table.add_column("after\ntask", no_wrap=True, min_width=max(10, min(width, 48) - 6 * len(columns) - 7))
+    for header, _, _ in columns:
+        table.add_column(header, justify="right", no_wrap=True, min_width=5)
+    table.add_column("all\nso far", justify="right", style="bold", no_wrap=True)
+    for t in range(tasks):
+        cells = [_percent(values[t]) for _, values, _ in columns]
+        table.add_row(str(t + 1), *cells, _percent(everything[t]), end_section=t == tasks - 1)
+    blank = [""] * len(columns)
+    table.add_row("final", *blank, _percent(result["final"]))
+    table.add_row("average", *blank, _percent(result["average"]))
+    table.add_row("forgetting", *(_percent(fall) for _, _, fall in columns), _percent(result["forgetting"]))
+    return table
+
+
+def spread(result: Mapping[str, Any]) -> str:
+    """Say how far classes and clients lie apart at the end of a run."""
+    named = zip(result.get("per_class", []), result.get("classes", []), strict=False)
+    by_class = [(accuracy, name) for accuracy, name in named if accuracy is not None]
+    by_client = sorted(accuracy for accuracy in result.get("per_client", []) if accuracy is not None)
+    parts = []
+    if by_class:
+        (low, worst), (high, best) = min(by_class), max(by_class)
+        parts.append(f"classes from {low:.1f} ({worst}) to {high:.1f} ({best})")
+    if by_client:
+        parts.append(f"clients from {by_client[0]:.1f} to {by_client[-1]:.1f}, each on the classes it has held")
+    return "; ".join(parts)
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else number(value)
