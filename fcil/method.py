@@ -59,7 +59,7 @@ class Fit:
     """A local training, described and not done: the engine decides how to run it.
 
     `loss(nets, batch, given)` is a pure tensor function: no `.item()`, no `.tolist()`, no branch on values. What
-    varies from message to message is in `given`, a record of tensors whose shapes stay the same.
+    varies from message to message is in `given`, a tensor or a record of tensors whose shapes stay the same.
     """
 
     loss: Loss

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -138,13 +139,17 @@ def loss_of(parts: Parts, fit: Fit) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda images, labels: fit.loss(parts.engine.nets, a_batch(parts, fit, images, labels), fit.given)
 
 
+def faked(mode: FakeTensorMode, given: Any) -> Any:
+    if given is None or isinstance(given, Tensor):
+        return given if given is None else mode.from_tensor(given)
+    return unflatten(type(given), {n: mode.from_tensor(t) if t.ndim else t for n, t in flatten(given).items()})
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_every_loss_runs_without_values(method: str) -> None:
     for parts, fit in last_fits(method):
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # knows shapes only: reading a value raises
-            given = fit.given and unflatten(
-                type(fit.given), {n: mode.from_tensor(t) if t.ndim else t for n, t in flatten(fit.given).items()}
-            )
+            given = faked(mode, fit.given)
             images = mode.from_tensor(torch.rand(4, *parts.setting.shape))
             labels = mode.from_tensor(torch.zeros(4, dtype=torch.int64))
             loss = fit.loss(parts.engine.nets, a_batch(parts, fit, images, labels), given)

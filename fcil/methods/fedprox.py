@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from fcil.blocks.losses import cross_entropy, masked, squared_distance
-from fcil.blocks.training import loaded, weights_of
+from fcil.blocks.losses import cross_entropy, squared_distance
+from fcil.blocks.softmax import Model, scores, untrained
 from fcil.federation.rounds import fedavg
 from fcil.knobs import knob
 from fcil.method import Batch, Clients, Fit, Method, Nets, Pool, Setting, Training, remote
@@ -27,14 +27,6 @@ class Config:
 
 
 @record
-class Model:
-    """The server's state, and what it broadcasts."""
-
-    weights: Weights
-    seen: Tensor  # classes that have come so far, as a mask
-
-
-@record
 class Given:
     """What the loss needs of the message."""
 
@@ -46,14 +38,13 @@ class Server:
     """Averages what the clients train."""
 
     def __init__(self, config: Config, setting: Setting):
-        self.setting = setting
-        self.state = Model(weights_of(setting.classifier()), mask((), setting.capacity))
+        self.state = untrained(setting.classifier(), setting.capacity)
 
     def broadcast(self) -> Model:
         return self.state
 
     def learn_task(self, task: Task, clients: Clients) -> Iterator[None]:
-        self.state.seen = mask(task.seen, self.setting.capacity)
+        self.state.seen = mask(task.seen, len(self.state.seen))
         yield from fedavg(self, clients, Client.train)
 
 
@@ -80,7 +71,7 @@ class Client:
         return cross_entropy(net(batch.images), batch.labels, given.seen) + self.config.mu / 2 * pull
 
     def predict(self, message: Model, images: Tensor) -> Tensor:
-        return masked(loaded(self.net, message.weights)(images), message.seen)
+        return scores(self.net, message, images)
 
 
 METHOD = Method(Config, Server, Client, Nothing)

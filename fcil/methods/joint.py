@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from fcil.blocks.losses import cross_entropy, masked
-from fcil.blocks.training import loaded, weights_of
+from fcil.blocks.losses import cross_entropy
+from fcil.blocks.softmax import Model, scores, untrained
 from fcil.federation.rounds import fedavg
 from fcil.knobs import knob
 from fcil.method import Batch, Clients, Fit, Method, Nets, Pool, Setting, Training, remote
-from fcil.records import ByClass, Done, Update, Weights, record
+from fcil.records import ByClass, Done, Update, record
 from fcil.scenario.tasks import LocalData, Task, mask
 
 
@@ -27,44 +27,23 @@ class Config:
 
 
 @record
-class Model:
-    """The server's state, and what it broadcasts."""
-
-    weights: Weights
-    seen: Tensor  # classes that have come so far, as a mask
-
-
-@record
-class Given:
-    """What the loss needs of the message."""
-
-    seen: Tensor
-
-
-@record
 class Memory:
     """Every image of every earlier task, by class."""
 
     images: ByClass = field(default_factory=dict)
 
 
-def loss(nets: Nets, batch: Batch, given: Given) -> Tensor:
-    """Cross-entropy among the classes seen so far."""
-    return cross_entropy(nets["net"](batch.images), batch.labels, given.seen)
-
-
 class Server:
     """Averages what the clients train; lets everyone keep the task's images at its end."""
 
     def __init__(self, config: Config, setting: Setting):
-        self.setting = setting
-        self.state = Model(weights_of(setting.classifier()), mask((), setting.capacity))
+        self.state = untrained(setting.classifier(), setting.capacity)
 
     def broadcast(self) -> Model:
         return self.state
 
     def learn_task(self, task: Task, clients: Clients) -> Iterator[None]:
-        self.state.seen = mask(task.seen, self.setting.capacity)
+        self.state.seen = mask(task.seen, len(self.state.seen))
         yield from fedavg(self, clients, Client.train)
         clients.ask(clients.everyone(), Client.remember, Done())
 
@@ -82,7 +61,7 @@ class Client:
     def train(self, memory: Memory, data: LocalData, message: Model) -> Training[Update]:
         trained = yield Fit(
             loss, load={"net": message.weights}, trains=("net",), lr=self.config.lr,
-            pool=data.cached("pool", lambda _: pool(memory, data)), given=Given(message.seen),
+            pool=data.cached("pool", lambda _: pool(memory, data)), given=message.seen,
         )  # fmt: skip
         return Update(trained.weights, trained.count)
 
@@ -95,7 +74,12 @@ class Client:
         return Done()
 
     def predict(self, message: Model, images: Tensor) -> Tensor:
-        return masked(loaded(self.net, message.weights)(images), message.seen)
+        return scores(self.net, message, images)
+
+
+def loss(nets: Nets, batch: Batch, seen: Tensor) -> Tensor:
+    """Cross-entropy among the classes seen so far."""
+    return cross_entropy(nets["net"](batch.images), batch.labels, seen)
 
 
 def pool(memory: Memory, data: LocalData) -> Pool:
