@@ -6,9 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from fcil.plan import Plan, plan
 from fcil.scenario.benchmarks import BENCHMARKS, Benchmark
+
+settings.register_profile("fcil", deadline=None)  # a busy machine is no failure
+settings.load_profile("fcil")
 
 TINY = replace(BENCHMARKS["digits"], name="tiny", tasks=3, clients=4, active=2)
 SHORT = {"rounds": 3, "steps": 3, "batch_size": 16}

@@ -1,5 +1,3 @@
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -117,11 +115,11 @@ def test_reseeding_repeats_the_proportions():
 
 
 @pytest.mark.parametrize("kind", PARTITIONS)
-def test_many_clients_are_dealt_to_quickly(kind):
-    start = time.perf_counter()
-    deal(kind, CIFAR_TASK[:360], 5000)
-    deal(kind, CIFAR_TASK, 50)
-    assert time.perf_counter() - start < 5  # measured: 0.2 s at most
+def test_more_clients_than_images(kind):
+    shares = deal(kind, CIFAR_TASK[:360], 5000)
+    assert len(shares) == 5000
+    dealt = np.unique(np.concatenate(shares))
+    assert np.array_equal(dealt, np.arange(360))
 
 
 def test_no_clients_and_wrong_kinds():

@@ -1,5 +1,3 @@
-import time
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -55,9 +53,7 @@ def test_active_clients_must_exist():
         Schedule(2, 5, 1, joining=9, leaving=9)
 
 
-def test_sampling_is_cheap_among_many():
+def test_sampling_among_many_reaches_them_all():
     schedule = Schedule(2, 5000, 50)
-    start = time.perf_counter()
-    for r in range(200):
-        schedule.sample(1, "rounds", r)
-    assert time.perf_counter() - start < 2  # measured: 0.02 s
+    met = {client for r in range(1500) for client in schedule.sample(1, "rounds", r)}
+    assert len(met) == 5000  # each is missed by a round with probability 0.99: by all 1,500, with 3e-7
