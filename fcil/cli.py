@@ -123,15 +123,19 @@ def benchmarks(
         console.print(table)
         return console.print("T tasks of K classes, C clients of which A train in a round; more: fcil benchmarks NAME")
     chosen = known.benchmark(name)
+    timing = known.protocol(chosen.protocol)
+    if set_:
+        from fcil.plan import plan
+
+        wanted = plan(DEFAULT, chosen, settings=settings_of(set_))
+        chosen, timing = wanted.benchmark, wanted.protocol
     if not show:
         print_knobs(f"Benchmark {chosen.name}, changed by --set knob=value", knobs(type(chosen)), chosen)
-        timing = known.protocol(chosen.protocol)
         return print_knobs(f"\nProtocol {timing.name}, changed by --set knob=value", knobs(type(timing)), timing)
-    from fcil.plan import plan
     from fcil.report.shares import draw_shares, shares_table
     from fcil.scenario.scenario import Scenario
 
-    scenario = Scenario(plan(DEFAULT, chosen, settings=settings_of(set_), seed=seed).benchmark, seed)
+    scenario = Scenario(chosen, seed)
     console.print(shares_table(scenario))
     picture = out or Path(f"{chosen.name}-shares.png")
     draw_shares(scenario, picture)

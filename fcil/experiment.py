@@ -8,6 +8,7 @@ happened.
 import errno
 import fcntl
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -21,14 +22,16 @@ from fcil.federation.clients import Cursor, Door
 from fcil.federation.engine import Engine, seeded
 from fcil.federation.in_process import InProcess
 from fcil.federation.loop import Line, learn
-from fcil.federation.store import Checkpoints, write_text
+from fcil.federation.store import Checkpoints
+from fcil.files import sha256, write_text
 from fcil.machine import commit, peak, reset_peak
 from fcil.method import Method, Server, Setting
 from fcil.methods import DEFAULT, family, method
-from fcil.plan import FORMAT, Plan, plan
+from fcil.plan import Plan, plan
 from fcil.records import flatten, unflatten, write_tensors
-from fcil.results.ledger import Ledger, read, result_of, sha256
-from fcil.results.runs import read_result
+from fcil.results.ledger import Ledger, read, result_of
+from fcil.results.runs import FORMAT, read_result
+from fcil.scenario.memory import budget
 from fcil.scenario.scenario import Scenario
 
 
@@ -64,7 +67,10 @@ def finished(folder: Path, wanted: Plan) -> bool:
         return False
     if "config.toml" not in names:
         raise UserError(f"{folder} holds other files and no run; choose a different --out")
-    if not (other := Plan.read(folder)).same_as(wanted):
+    other = Plan.read(folder)
+    if other.method == wanted.method and other.source != wanted.source:
+        raise UserError(f"{wanted.name} has changed since {folder} was begun; choose a different --out, or remove it")
+    if not other.same_as(wanted):
         raise UserError(f"{folder} holds another run ({other.command}); choose a different --out, or remove it")
     return "result.json" in names
 
@@ -77,18 +83,22 @@ def execute(wanted: Plan, folder: Path, device: str = "auto", every: float = 10.
         if not (folder / "config.toml").exists():
             write_text(folder / "config.toml", wanted.to_toml())
         checkpoints = Checkpoints(folder / "checkpoint", every)
-        counts = _restore(parts, checkpoints)
-        path = folder / "ledger.jsonl"
-        with Ledger.open(path, counts if counts or path.exists() else None) as ledger:
-            if ledger.offset == 0:
-                ledger.append(_first_line(wanted, parts))
-            for line in learn(parts.scenario, parts.server, parts.door, parts.engine):
-                ledger.append(line)
-                if line["kind"] == "task" or (line["kind"] == "round" and checkpoints.due()):
-                    _save(parts, checkpoints, ledger)
-                yield line
-            checkpoints.wait()
-        _finish(wanted, parts, folder)
+        try:
+            counts, path = _restore(parts, checkpoints), folder / "ledger.jsonl"
+            if not counts and path.exists():
+                path.replace(folder / "ledger.jsonl.lost")  # no checkpoint is whole: the run starts over
+            with Ledger.open(path, counts or None) as ledger:
+                if ledger.offset == 0:
+                    ledger.append(_first_line(wanted, parts))
+                for line in learn(parts.scenario, parts.server, parts.door, parts.engine):
+                    ledger.append(line)
+                    if line["kind"] == "task" or (line["kind"] == "round" and checkpoints.due()):
+                        _save(parts, checkpoints, ledger)
+                    yield line
+                checkpoints.wait()
+            _finish(wanted, parts, folder)
+        finally:
+            checkpoints.join()  # nothing may be under way when the folder is let go
 
 
 @dataclass
@@ -108,23 +118,22 @@ def assemble(wanted: Plan, device: str = "auto", scenario: Scenario | None = Non
     """Build scenario, method, engine and door of a plan."""
     place = the_device(device)
     scenario = scenario or Scenario(wanted.benchmark, wanted.seed, device=place)
-    setting = Setting(
-        scenario.capacity,
-        scenario.shape,
-        wanted.protocol,
-        scenario.budget,
-        wanted.benchmark.network,
-        wanted.benchmark.augment,
-    )
+    setting = setting_of(wanted, scenario.capacity, scenario.shape)
     made = method(wanted.method)
     with seeded(wanted.seed, "initial weights"):
         server = made.server(wanted.config, setting)
         engine = Engine(made, wanted.config, setting, place)
-    budget = None if family(wanted.method) == "bound" else scenario.budget
-    transport = InProcess(engine, scenario, made.memory, budget)
+    allowed = None if family(wanted.method) == "bound" else scenario.budget
+    transport = InProcess(engine, scenario, made.memory, allowed)
     return Parts(
         scenario, setting, server, engine, transport, Door(transport, scenario, wanted.protocol, wanted.seed), made
     )
+
+
+def setting_of(wanted: Plan, capacity: int, shape: tuple[int, int, int]) -> Setting:
+    """Return what both halves of a plan's method are told."""
+    b = wanted.benchmark
+    return Setting(capacity, shape, wanted.protocol, budget(b, math.prod(shape)), b.network, b.augment)
 
 
 def the_device(wanted: str) -> str:

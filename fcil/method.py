@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, get_args, get_origin, get_type_hints, overload
+from typing import Any, NamedTuple, Protocol, TypeVar, get_args, get_origin, get_type_hints, overload
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,8 @@ class Pool:
     images: Tensor
     labels: Tensor
     augment: bool = True
+    batch_size: int = 0  # images of this pool in a step; 0 is the protocol's number
+    extra: Mapping[str, Tensor] = field(default_factory=dict)  # more to know of each image, such as its neighbours
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -48,6 +50,7 @@ class Batch:
     images: Tensor  # float, 0..1
     labels: Tensor
     generator: torch.Generator  # for random draws inside the loss
+    extra: Mapping[str, Tensor] = field(default_factory=dict)  # the pool's, of these images
     beside: Mapping[str, Batch] = field(default_factory=dict)  # batches of the further pools, by name
 
 
@@ -71,9 +74,8 @@ class Fit:
     beside: Mapping[str, Pool] = field(
         default_factory=dict
     )  # further pools, each giving a batch of its own to every step
-    batch_size: int = 0  # 0, here and below: the protocol's
-    steps: int = 0
-    momentum: float | None = None  # None: the protocol's
+    steps: int = 0  # 0: the protocol's, counted by the pool's size where it speaks of epochs
+    momentum: float | None = None  # None, here and below: the protocol's
     weight_decay: float | None = None
 
 
@@ -219,23 +221,3 @@ class Method(NamedTuple):
     server: Callable[[Any, Setting], Server]
     client: Callable[[Any, Setting], Client]
     memory: Callable[[], Any]
-
-
-Answer = TypeVar("Answer")
-
-
-class Call(NamedTuple):
-    """Where in the run a question is asked: what seeds the answer and sets its learning rate."""
-
-    seed: int
-    task: int
-    step: int  # questions asked so far
-    round: int = 0
-    rounds: int = 1
-
-
-class Answered(Generic[Answer]):
-    """A reply with what the client measured while answering."""
-
-    def __init__(self, reply: Answer, kept: int, seconds: float, loss: float | Tensor = float("nan"), images: int = 0):
-        self.reply, self.kept, self.seconds, self.loss, self.images = reply, kept, seconds, loss, images

@@ -2,10 +2,9 @@
 
 import json
 import logging
-import math
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -15,12 +14,13 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor, nn
 
 from fcil.errors import UserError
-from fcil.method import Client, Setting
+from fcil.experiment import setting_of
+from fcil.files import whole
+from fcil.method import Client
 from fcil.methods import method
 from fcil.plan import Plan
 from fcil.records import flatten, read_tensors, unflatten, write_tensors
 from fcil.scenario.images import resized, rgb
-from fcil.scenario.memory import budget
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,8 @@ class Model:
             message = unflatten(down, flat)
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{folder / 'model.safetensors'} is not a model of {wanted.method} ({error!r})") from None
-        allowed = budget(wanted.benchmark, math.prod(shape))
-        setting = Setting(len(classes), shape, wanted.protocol, allowed, wanted.benchmark.network)
-        return Model(wanted.method, made.client(wanted.config, setting), message, classes, shape)
+        client = made.client(wanted.config, setting_of(wanted, len(classes), shape))
+        return Model(wanted.method, client, message, classes, shape)
 
 
 def predict(folder: Path, images: list[Path], top: int = 3) -> list[list[tuple[str, float]]]:
@@ -120,25 +119,21 @@ def export_onnx(folder: Path, path: Path) -> float:
     gap = float((got - expected[:3]).nan_to_num(0.0).abs().max())
     if gap > 1e-3:
         raise UserError(f"the exported model differs from the original by {gap:.2g} in a score; {path} was not written")
-    with _writing(path) as partial:
+    with _writing(path), whole(path) as partial:
         partial.write_bytes(made.SerializeToString())
-        partial.replace(path)
     return gap
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[Path]:
-    """Give a place to write to before `path` is replaced; what cannot be written leaves no trace."""
+def _writing(path: Path) -> Iterator[None]:
+    """Say in a sentence why `path` cannot be written."""
     if path.is_dir():
         raise UserError(f"{path} is a folder; give the name of a file")
     if not path.parent.is_dir():
         raise UserError(f"cannot write {path}: there is no folder {path.parent}")
-    partial = path.with_name(path.name + ".partial")
     try:
-        yield partial
+        yield
     except OSError as error:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
         why = error.strerror or str(error.__cause__ or error)
         raise UserError(f"cannot write {path}: {why}; choose a place you can write") from None
 

@@ -5,18 +5,19 @@ import json
 import platform
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fcil import __version__
 from fcil.errors import UserError, unknown
+from fcil.files import sha256
 from fcil.knobs import changed, knobs
 from fcil.methods import DEFAULT, METHODS, method
+from fcil.results.runs import FORMAT
 from fcil.scenario import benchmarks
 from fcil.scenario.benchmarks import Benchmark, Protocol
 
-FORMAT = 1  # of a run folder; raised when an older one can no longer be read
 LONGEST = 160  # bytes of a folder's name, which systems limit
 
 
@@ -31,6 +32,7 @@ class Plan:
     seed: int = 0
     settings: dict[str, str] = field(default_factory=dict)  # what was set beyond the defaults
     command: str = ""
+    source: str = ""  # digest of the user's own method file
 
     def folder(self, root: Path = Path("runs")) -> Path:
         """Return where such a run belongs: BENCHMARK/METHOD/SEED, with what was set beside the method's name."""
@@ -47,13 +49,21 @@ class Plan:
 
     def same_as(self, other: "Plan") -> bool:
         """Tell whether two plans describe the same run, however it was typed."""
-        return replace(self, command="", settings={}) == replace(other, command="", settings={})
+        typed = {"command", "settings"}  # a user's own Config is a new class whenever its file is read
+        mine, theirs = ({k: v for k, v in asdict(p).items() if k not in typed} for p in (self, other))
+        return mine == theirs
 
     def to_toml(self) -> str:
         """Write the plan down."""
         import torch
 
-        top = {"format": FORMAT, "method": self.method, "seed": self.seed, "command": self.command}
+        top = {
+            "format": FORMAT,
+            "method": self.method,
+            "seed": self.seed,
+            "command": self.command,
+            "source": self.source,
+        }
         versions = {"fcil": __version__, "torch": torch.__version__, "python": platform.python_version()}
         tables = {
             "settings": self.settings,
@@ -92,6 +102,7 @@ class Plan:
                 int(content["seed"]),
                 dict(content["settings"]),
                 str(content["command"]),
+                str(content.get("source", "")),
             )
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
@@ -127,11 +138,15 @@ def plan(
             raise unknown("setting", key, sorted(k for knows in homes.values() for k in knows))
         values[owners[0]][key] = word
     shown = words if protocol in (None, known.protocol) else {"protocol": str(protocol), **words}
+    source = ""
     if name.endswith(".py"):
-        name = str(Path(name).resolve())
-    return Plan(
-        name, changed(known, values["benchmark"]), changed(chosen, values["protocol"]), changed(config,
-        values["config"]), seed, shown, command, )  # fmt: skip
+        name, source = str(Path(name).resolve()), sha256(Path(name))
+    changes = (
+        changed(known, values["benchmark"]),
+        changed(chosen, values["protocol"]),
+        changed(config, values["config"]),
+    )
+    return Plan(name, *changes, seed, shown, command, source)
 
 
 def own_data(path: str, tasks: int | None = None, clients: int = 10, active: int | None = None) -> Benchmark:

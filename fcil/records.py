@@ -4,7 +4,6 @@ A message is a record that travels; a memory is a record that stays on its clien
 One flatten/unflatten pair therefore serves the network, the disk and the ledger.
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fcil.errors import UserError
+from fcil.files import whole
 
 T = TypeVar("T")
 Weights = dict[str, Tensor]  # a state_dict
@@ -84,21 +84,12 @@ def size_in_bytes(rec: Any) -> int:
 
 def write_tensors(path: Path, flat: Mapping[str, Tensor], facts: Mapping[str, str] | None = None) -> None:
     """Write tensors to `path` as safetensors: whole and synced, or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        # safetensors refuses tensors that share storage; a copy of each is what a file holds anyway
-        save_file(
-            {k: v.detach().cpu().contiguous().clone() for k, v in flat.items()}, partial, dict(facts) if facts else None
-        )
-        with partial.open("rb+") as file:
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except SafetensorError as error:
-        partial.unlink(missing_ok=True)
-        raise OSError(f"cannot write {path}: {error}") from error
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
+    copied = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in flat.items()}  # none shares storage
+    with whole(path) as partial:
+        try:
+            save_file(copied, partial, dict(facts) if facts else None)
+        except SafetensorError as error:
+            raise OSError(f"cannot write {path}: {error}") from error
 
 
 def read_tensors(path: Path) -> tuple[Weights, dict[str, str]]:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from fcil.errors import UserError
+from fcil.federation.calls import Answered, Call
 from fcil.federation.clients import Cursor, Door
 from fcil.federation.rounds import fedavg
-from fcil.method import Answered, Call, remote
+from fcil.method import remote
 from fcil.records import Done, Update, Weights, record, size_in_bytes
 from fcil.scenario.benchmarks import Protocol
 from fcil.scenario.scenario import Scenario
@@ -60,7 +61,7 @@ class Classroom:
             self.asked.append((client, handler.__name__, call))
             if client not in self.deaf:
                 reply = handler(Pupil(), None, None, message)
-                yield client, Answered(reply, kept=100 + client, seconds=0.0, loss=float(client), images=client)
+                yield client, Answered(reply, kept=100 + client, loss=float(client), images=client)
 
 
 def a_door(cursor: Cursor | None = None, deaf: Sequence[int] = (), seed: int = 0, **benchmark: object) -> Door:
@@ -261,6 +262,23 @@ def test_about_the_asked_share_is_lost_and_always_the_same() -> None:
 
     assert heard(0) == heard(0) != heard(1)
     assert 0.62 < len(heard(0)) / 600 < 0.78
+
+
+def test_methods_that_ask_more_lose_the_same_messages_of_a_round() -> None:
+    def trained(chatty: bool) -> list[int]:
+        door, heard = begun(lost=0.4), []
+        if chatty and door.once("hello"):
+            door.ask(door.everyone(), Pupil.remember, Done())
+        for _ in door.rounds():
+            if chatty:
+                door.ask(door.everyone(), Pupil.remember, Done())
+            before = len(door.transport.asked)
+            door.ask(door.everyone(), Pupil.train, a_message())
+            door.finish()
+            heard += [client for client, handler, _ in door.transport.asked[before:] if handler == "train"]
+        return heard
+
+    assert trained(False) == trained(True) != []
 
 
 def test_the_same_clients_train_whatever_the_method_asks() -> None:

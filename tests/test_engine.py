@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from fcil.blocks.training import loaded, weights_of
+from fcil.federation.calls import Call
 from fcil.federation.engine import Engine, order, rate, seeded, threads
 from fcil.federation.in_process import InProcess
-from fcil.method import Batch, Call, Fit, Method, Nets, Pool, Setting, Trained, Training, remote
+from fcil.method import Batch, Fit, Method, Nets, Pool, Setting, Trained, Training, remote
 from fcil.records import ByClass, Done, Update, Weights, record
 from fcil.scenario.benchmarks import Protocol
 from fcil.scenario.memory import Budget
@@ -193,7 +194,7 @@ def test_a_fit_is_plain_sgd_to_the_bit(change: dict[str, Any]) -> None:
 
 def test_a_fit_may_have_its_own_numbers() -> None:
     weights, pool = start(), a_pool()
-    trained = fitted(an_engine(), a_fit(weights, pool, batch_size=4, steps=3, momentum=0.5, weight_decay=0.0))
+    trained = fitted(an_engine(), a_fit(weights, replace(pool, batch_size=4), steps=3, momentum=0.5, weight_decay=0.0))
     protocol = replace(PROTOCOL, batch_size=4, momentum=0.5, weight_decay=0.0)
     assert equal(trained.weights, by_hand(weights, pool, protocol, 3, 0.2, CALL))
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from fcil.experiment import Parts, assemble
 from fcil.federation import engine
+from fcil.federation.calls import Answered, Call
 from fcil.federation.clients import Door
 from fcil.federation.in_process import InProcess
 from fcil.federation.loop import Line, learn
-from fcil.method import Answered, Call
 from fcil.methods import METHODS, family
 from fcil.plan import Plan
 from fcil.records import Weights, flatten, size_in_bytes, unflatten

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fcil.errors import UserError
-from fcil.results.ledger import Ledger, TaskLine, read, result_of, sha256, verify
+from fcil.files import sha256
+from fcil.results.ledger import Ledger, read, result_of, verify
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 values = st.recursive(
@@ -18,7 +19,7 @@ values = st.recursive(
 lines_of_any_kind = st.lists(st.dictionaries(st.text(), values, max_size=4), max_size=6)
 
 
-def task_line(task: int, correct: list[int], total: list[int], seconds: dict[str, float]) -> TaskLine:
+def task_line(task: int, correct: list[int], total: list[int], seconds: dict[str, float]) -> dict[str, Any]:
     return {
         "kind": "task", "task": task, "correct": correct, "total": total, "per_class": [], "per_client": [],
         "seconds": seconds, "down": 1000, "up": 300, "kept": 50 * (task + 1), "kept_max": 30 - task, "clients": 2,

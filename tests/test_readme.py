@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fcil.errors import UserError
 from fcil.experiment import run
 
 ROOT = Path(__file__).parent.parent
@@ -27,6 +28,12 @@ def test_the_method_in_the_readme_runs_and_forgets_less_than_finetune(tmp_path: 
     finetune = run("finetune", settings=short, out=tmp_path / "finetune", device="cpu")
     assert frozen["final"] > finetune["final"] + 10
     assert frozen["forgetting"] < finetune["forgetting"] - 50
+    before = (tmp_path / "frozen" / "result.json").stat().st_mtime_ns
+    assert run(str(own), settings=short, out=tmp_path / "frozen", device="cpu") == frozen
+    assert (tmp_path / "frozen" / "result.json").stat().st_mtime_ns == before
+    own.write_text(code.replace("0.01", "0.02"))
+    with pytest.raises(UserError, match="has changed since"):
+        run(str(own), settings=short, out=tmp_path / "frozen", device="cpu")
 
 
 def test_the_python_example_runs(

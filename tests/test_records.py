@@ -128,7 +128,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
     if where == "save_file":
         monkeypatch.setattr(records, "save_file", lambda flat, partial, facts: tear(partial))
     else:
-        monkeypatch.setattr(records.os, "fsync", broken)
+        monkeypatch.setattr("fcil.files.os.fsync", broken)
     with pytest.raises(OSError, match="No space left"):
         write_tensors(path, {"w": torch.zeros(3)})
     assert torch.equal(read_tensors(path)[0]["w"], torch.ones(3))

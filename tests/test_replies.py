@@ -119,7 +119,7 @@ def test_median_and_trimmed_mean_agree_with_numpy(clients: int) -> None:
     values = rng.normal(size=(clients, 5))
     ups = [Update({"w": torch.tensor(v)}, 1) for v in values]
     assert np.allclose(replies(ups, MEDIAN).mean("weights")["w"], np.median(values, 0))
-    cut = int(0.25 * clients)
+    cut = {1: 0, 2: 0, 3: 1, 4: 1, 7: 2, 8: 2}[clients]  # a quarter at each end, at least one, and one stays
     expected = np.sort(values, 0)[cut : clients - cut].mean(0)
     assert np.allclose(replies(ups, TRIMMED).mean("weights")["w"], expected)
 

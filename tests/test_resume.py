@@ -62,12 +62,28 @@ def test_killed_at_every_yield(method: str, tmp_path: Path) -> None:
     list(execute(wanted, tmp_path / "whole", "cpu"))
     yields = len(read(tmp_path / "whole" / "ledger.jsonl")) - 1  # all lines but the first
     assert yields == 2 * (2 + 1)
+    left = []
     for k in range(yields):
         folder = tmp_path / str(k)
         assert in_a_process(wanted, folder, kill_at=k) == -signal.SIGKILL
         assert not (folder / "result.json").exists()
-        list(execute(wanted, folder, "cpu"))
+        left.append(len(list(execute(wanted, folder, "cpu"))))
         assert_same(tmp_path / "whole", folder)
+    assert min(left) < yields  # not every one of them started over
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_stopped_at_every_yield_where_everything_moves(method: str, tmp_path: Path) -> None:
+    moves = {"joining": 2, "leaving": 1, "staying": 0.5, "lost": 0.3, "weighting": "samples", "evaluate_every": 2}
+    wanted = tiny_plan(method, rounds=2, **moves)
+    yields = len(list(execute(wanted, tmp_path / "whole", "cpu")))
+    for k in range(yields):
+        lines = execute(wanted, tmp_path / str(k), "cpu", every=0.0)
+        for _ in range(k + 1):
+            next(lines)
+        lines.close()
+        list(execute(wanted, tmp_path / str(k), "cpu"))
+        assert_same(tmp_path / "whole", tmp_path / str(k))
 
 
 def test_killed_at_random_moments(tmp_path: Path) -> None:

@@ -79,7 +79,12 @@ def test_the_past_is_gone():
         scenario.local(0, first)
     assert len(scenario.local(0, second).labels)
     assert not issubclass(DataGone, UserError)
-    scenario.begin(first)
+    with pytest.raises(DataGone, match="task 2 has not begun"):
+        scenario.local(0, third)
+    scenario.begin(third)
+    with pytest.raises(DataGone, match="task 1 is over"):
+        scenario.begin(second)
+    scenario.begin(first)  # a new run
     assert len(scenario.local(0, first).labels)
 
 
@@ -139,6 +144,7 @@ def test_joining_and_leaving_clients():
     assert [len(scenario.present(task)) for task in scenario.tasks] == [6, 7, 8]
     gone = set(scenario.present(scenario.tasks[0])) - set(scenario.present(scenario.tasks[1]))
     assert len(gone) == 1
+    scenario.begin(scenario.tasks[1])
     assert len(scenario.local(gone.pop(), scenario.tasks[1]).labels) == 0
 
 

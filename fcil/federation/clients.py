@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
+from fcil.federation.calls import Answered, Call
 from fcil.federation.replies import Replies
-from fcil.method import Answered, Call, reply_type
+from fcil.method import reply_type
 from fcil.records import flatten, size_in_bytes, unflatten
 from fcil.scenario.benchmarks import Protocol as Training
 from fcil.scenario.scenario import Scenario
@@ -25,7 +26,7 @@ class Transport(Protocol):
 
     def deliver(
         self, who: Sequence[int], handler: Callable[..., Any], message: Any, call: Call
-    ) -> Iterator[tuple[int, Answered[Any]]]:
+    ) -> Iterator[tuple[int, Answered]]:
         """Yield (client, answer) in the order of `who`, as they come; those that do not answer are left out."""
         ...
 
@@ -38,7 +39,12 @@ class Cursor:
     step: int = 0
     once: list[str] = field(default_factory=list)  # parts of this task that are done
     rounds: dict[str, int] = field(default_factory=dict)  # rounds done in this task, by stage
+    asked: dict[str, int] = field(default_factory=dict)  # how often each question was asked in this task, by round
     kept: dict[int, int] = field(default_factory=dict)  # bytes in each client's memory
+
+    def enter(self, task: int) -> None:
+        """Stand at the beginning of a task."""
+        self.task, self.once, self.rounds, self.asked = task, [], {}, {}
 
 
 @dataclass
@@ -74,8 +80,9 @@ class Door:
     def begin(self, task: Task) -> None:
         """Let the data of `task` arrive at every client."""
         if task.index != self.cursor.task:
-            self.cursor.task, self.cursor.once, self.cursor.rounds = task.index, [], {}
+            self.cursor.enter(task.index)
         self.task = task
+        self.stage, self.round, self.of = "task", 0, 1
         self._started: set[str] = set()
         self.scenario.begin(task)
         self.transport.begin(task)
@@ -128,7 +135,9 @@ class Door:
             self._open = None
 
     def _answers(self, who: list[int], handler: Callable[..., Any], message: Any, call: Call) -> Iterator[Any]:
-        reached = [c for c in who if not self._is_lost(c, call)]
+        where = f"{self.stage}/{self.round}/{handler.__name__}"
+        self.cursor.asked[where] = time_asked = self.cursor.asked.get(where, 0) + 1
+        reached = [c for c in who if not self._is_lost(c, where, time_asked)]
         self.tally.down += size_in_bytes(message) * len(who)
         self.tally.clients += len(who)
         self.tally.lost += len(who)
@@ -144,6 +153,7 @@ class Door:
             start = time.perf_counter()
         self.tally.seconds[handler.__name__] += time.perf_counter() - start
 
-    def _is_lost(self, client: int, call: Call) -> bool:
-        share = self.scenario.benchmark.lost
-        return share > 0 and seed_of(self.seed, "lost", client, call.step) / 2**63 < share
+    def _is_lost(self, client: int, where: str, time_asked: int) -> bool:
+        """Draw as the schedule does: methods that ask more often lose the same messages of a round."""
+        share, key = self.scenario.benchmark.lost, (client, self.task.index, where, time_asked)
+        return share > 0 and seed_of(self.scenario.schedule.seed, "lost", *key) / 2**63 < share

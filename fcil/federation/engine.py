@@ -6,7 +6,6 @@ not depend on where or beside whom it runs.
 
 import math
 import os
-import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +16,8 @@ from torch import Tensor, nn
 
 from fcil.blocks.augment import augmented
 from fcil.blocks.training import weights_of
-from fcil.method import Answered, Batch, Call, Fit, Method, Pool, Setting, Trained
+from fcil.federation.calls import Answered, Call
+from fcil.method import Batch, Fit, Method, Pool, Setting, Trained
 from fcil.records import flatten, size_in_bytes, unflatten
 from fcil.scenario.benchmarks import Protocol
 from fcil.scenario.tasks import LocalData
@@ -45,10 +45,9 @@ class Engine:
 
     def answer(
         self, who: int, handler: Callable[..., Any], memory: Any, data: LocalData, message: Any, call: Call
-    ) -> Answered[Any]:
+    ) -> Answered:
         """Run one answer; where it trains, do what it describes."""
-        start, images = time.perf_counter(), 0
-        losses: list[Tensor] = []
+        images, losses = 0, list[Tensor]()
         generator = torch.Generator(self.device).manual_seed(seed_of(call.seed, who, call.step))
         data = replace(data, generator=generator, cache_seed=seed_of(call.seed, who, "cache", call.task))
         with threads(1), seeded(call.seed, who, call.step, "stray"):
@@ -63,7 +62,7 @@ class Engine:
                 except StopIteration as end:
                     reply = end.value
         loss = losses[-1] if losses else float("nan")
-        return Answered(reply, size_in_bytes(memory), time.perf_counter() - start, loss, images)
+        return Answered(reply, size_in_bytes(memory), loss, images)
 
     def fit(self, fit: Fit, call: Call, generator: torch.Generator) -> Trained:
         """Do a local training."""
@@ -73,10 +72,10 @@ class Engine:
         trains = {path.split(".")[0]: self.nets[path.split(".")[0]] for path in fit.trains}
         if missing := trains.keys() - fit.load.keys():
             raise ValueError(f"a Fit trains {sorted(missing)} but does not load it: say what weights it starts from")
-        parameters = self._thaw(fit.trains)
+        parameters, nets = self._thaw(fit.trains), {name: self.nets[name] for name in fit.load}
         if len(fit.pool) == 0:
             return Trained({n: weights_of(net) for n, net in trains.items()}, 0, torch.tensor(float("nan")))
-        batch_size = fit.batch_size or protocol.batch_size
+        batch_size = fit.pool.batch_size or protocol.batch_size
         steps = fit.steps or protocol.steps or math.ceil(protocol.epochs * len(fit.pool) / batch_size)
         optimizer = torch.optim.SGD(
             parameters,
@@ -90,7 +89,7 @@ class Engine:
         for step, batch in enumerate(batches):
             optimizer.param_groups[0]["lr"] = fit.lr * rate(protocol, (call.round + step / steps) / call.rounds)
             optimizer.zero_grad()
-            loss = fit.loss(self.nets, batch, given)
+            loss = fit.loss(nets, batch, given)
             loss.backward()  # type: ignore[no-untyped-call]
             if protocol.clip:
                 nn.utils.clip_grad_norm_(parameters, protocol.clip)
@@ -105,7 +104,7 @@ class Engine:
         message = self.receive(message)
         pixels = 2**17 if self.device.type == "cpu" else 2**20  # at once: keeps activations in hundreds of megabytes
         batch_size = min(1000, max(1, pixels // (images.shape[-1] * images.shape[-2])))
-        with threads(os.cpu_count() or 1), torch.inference_mode():
+        with threads(len(os.sched_getaffinity(0))), torch.inference_mode():
             parts = [
                 self.client.predict(message, part.to(self.device)).argmax(1) for part in torch.split(images, batch_size)
             ]
@@ -121,10 +120,11 @@ class Engine:
 
     def _batches(self, fit: Fit, steps: int, batch_size: int, generator: torch.Generator) -> Iterator[Batch]:
         pools = {"": fit.pool, **{name: pool for name, pool in fit.beside.items() if len(pool)}}
-        tables = {name: order(len(pool), steps * batch_size, generator) for name, pool in pools.items()}
+        sizes = {name: pool.batch_size or batch_size for name, pool in pools.items()}
+        tables = {name: order(len(pool), steps * sizes[name], generator) for name, pool in pools.items()}
         for step in range(steps):
             drawn = {
-                name: self._batch(pool, tables[name][step * batch_size : (step + 1) * batch_size], generator)
+                name: self._batch(pool, tables[name][step * sizes[name] : (step + 1) * sizes[name]], generator)
                 for name, pool in pools.items()
             }
             yield replace(drawn.pop(""), beside=drawn)
@@ -135,7 +135,7 @@ class Engine:
             images = images.to(torch.get_default_dtype()) / 255
         if pool.augment and images.ndim == 4:
             images = augmented(images, self.setting.augment, generator)
-        return Batch(images, pool.labels[index], generator)
+        return Batch(images, pool.labels[index], generator, {name: t[index] for name, t in pool.extra.items()})
 
 
 def order(count: int, length: int, generator: torch.Generator) -> Tensor:

@@ -13,8 +13,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
+from fcil.federation.calls import Answered, Call
 from fcil.federation.engine import Engine
-from fcil.method import Answered, Call, reply_type
+from fcil.method import reply_type
 from fcil.records import flatten, unflatten
 from fcil.scenario.scenario import Scenario
 from fcil.scenario.tasks import Task
@@ -32,7 +33,7 @@ class OverFlower:
 
     def deliver(
         self, who: Sequence[int], handler: Callable[..., Any], message: Any, call: Call
-    ) -> Iterator[tuple[int, Answered[Any]]]:
+    ) -> Iterator[tuple[int, Answered]]:
         """Send to all nodes at once; yield the answers in the order of `who`, whatever the order they came in."""
         content = RecordDict({"message": _arrays(message), "call": ConfigRecord(call._asdict())})
         mail = [
@@ -70,14 +71,17 @@ def client_app(engine: Engine, scenario: Scenario, memory_type: type) -> ClientA
             call, me = _call(message.content["call"]), int(context.node_config["partition-id"])
             asked = unflatten(get_type_hints(handler)["message"], message.content["message"].to_torch_state_dict())
             task = scenario.tasks[call.task]
-            scenario.begin(task)
+            if call.step > _applied(context):  # a message that comes late does not bring its images back
+                scenario.begin(task)
             for stale in [key for key in caches if key[1] != call.task]:
                 del caches[stale]
             data = replace(scenario.local(me, task), cache=caches.setdefault((me, call.task), {}))
-            memory, applied = _remembered(memory_type, context)
+            memory, applied = _remembered(memory_type, context), _applied(context)
             answered = engine.answer(me, handler, memory, data, engine.receive(asked), call)
             if call.step > applied:  # a message that is delivered twice changes the memory once
-                context.state["memory"] = _arrays(memory)
+                if _changed(context, stored := _arrays(memory)):
+                    context.state["memory"] = stored
+                    caches.pop((me, call.task), None)  # what was derived from the old memory
                 context.state["applied"] = ConfigRecord({"step": call.step})
             return Message(_closed(answered), reply_to=message)
 
@@ -93,28 +97,34 @@ def _arrays(rec: Any) -> ArrayRecord:
     return ArrayRecord({name: tensor.detach().cpu().contiguous() for name, tensor in flatten(rec).items()})
 
 
-def _closed(answered: Answered[Any]) -> RecordDict:
+def _closed(answered: Answered) -> RecordDict:
     measured = {
         "kept": answered.kept,
-        "seconds": answered.seconds,
         "loss": float(answered.loss),
         "images": answered.images,
     }
     return RecordDict({"message": _arrays(answered.reply), "measured": MetricRecord(measured)})
 
 
-def _opened(kind: type, reply: Message) -> Answered[Any]:
+def _opened(kind: type, reply: Message) -> Answered:
     record: Any = unflatten(kind, reply.content["message"].to_torch_state_dict())
     measured = reply.content["measured"]
-    return Answered(record, measured["kept"], measured["seconds"], measured["loss"], measured["images"])
+    return Answered(record, measured["kept"], measured["loss"], measured["images"])
+
+
+def _changed(context: Context, stored: ArrayRecord) -> bool:
+    return "memory" not in context.state or context.state["memory"].object_id != stored.object_id
 
 
 def _call(config: ConfigRecord) -> Call:
     return Call(**{name: int(config[name]) for name in Call._fields})
 
 
-def _remembered(memory_type: type, context: Context) -> tuple[Any, int]:
+def _remembered(memory_type: type, context: Context) -> Any:
     if "memory" not in context.state:
-        return memory_type(), 0
-    memory: Any = unflatten(memory_type, context.state["memory"].to_torch_state_dict())
-    return memory, int(context.state["applied"]["step"])
+        return memory_type()
+    return unflatten(memory_type, context.state["memory"].to_torch_state_dict())
+
+
+def _applied(context: Context) -> int:
+    return int(context.state["applied"]["step"]) if "applied" in context.state else 0

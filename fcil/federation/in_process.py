@@ -5,12 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 from fcil.errors import UserError
+from fcil.federation.calls import Answered, Call
 from fcil.federation.engine import Engine
-from fcil.method import Answered, Call
 from fcil.records import flatten
 from fcil.scenario.memory import Budget
 from fcil.scenario.scenario import Scenario
 from fcil.scenario.tasks import Task
+
+MOST_CACHES = 128  # clients whose derived data is kept at a time
 
 
 class InProcess:
@@ -29,19 +31,27 @@ class InProcess:
 
     def deliver(
         self, who: Sequence[int], handler: Callable[..., Any], message: Any, call: Call
-    ) -> Iterator[tuple[int, Answered[Any]]]:
+    ) -> Iterator[tuple[int, Answered]]:
         """Answer for one client after the other."""
         message = self.engine.receive(message)
         for client in who:
-            memory = self.memories.get(client) or self.memory()
+            memory = self.memories[client] if client in self.memories else self.memory()
             before = _snapshot(memory)
-            data = replace(self.scenario.local(client, self.task), cache=self.caches.setdefault(client, {}))
+            data = replace(self.scenario.local(client, self.task), cache=self._cache(client))
             answered = self.engine.answer(client, handler, memory, data, message, call)
             if _differ(before, _snapshot(memory)):
                 self.memories[client] = memory
                 self.changed.add(client)
+                self.caches.pop(client, None)  # what was derived from the old memory
                 self._weigh(client, handler, answered.kept)
             yield client, answered
+
+    def _cache(self, client: int) -> dict[str, Any]:
+        cache = self.caches.pop(client, {})
+        self.caches[client] = cache  # last: the longest unused one is dropped first, and made again if it is needed
+        if len(self.caches) > MOST_CACHES:
+            del self.caches[next(iter(self.caches))]
+        return cache
 
     def _weigh(self, client: int, handler: Callable[..., Any], kept: int) -> None:
         if self.budget is not None and kept > (limit := self.budget.at(self.task)):

@@ -32,11 +32,12 @@ def learn(scenario: Scenario, server: Server, clients: Door, engine: Engine) -> 
             clients.finish()
             every = clients.protocol.evaluate_every
             if every and (clients.round + 1) % every == 0:
-                yield {"kind": "evaluation", "task": task.index, "round": clients.round, **_counted(task, *parts)}
+                where = {"task": task.index, "stage": clients.stage, "round": clients.round, "rounds": clients.of}
+                yield {"kind": "evaluation", **where, **_counted(task, *parts)}
             yield _round_line(clients)  # last: a run that stops here has the whole round in its ledger
         clients.finish()
         line = _task_line(task, *parts)
-        clients.cursor.task, clients.cursor.once, clients.cursor.rounds = task.index + 1, [], {}
+        clients.cursor.enter(task.index + 1)
         yield line
 
 

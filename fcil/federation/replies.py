@@ -5,6 +5,7 @@ over many clients holds one reply at a time. The order is that of the clients as
 everywhere.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, Generic, TypeVar, get_origin, get_type_hints
@@ -147,6 +148,11 @@ def _robust(replies: list[Weights], protocol: Protocol) -> Weights:
             result[name] = stacked[0]
             continue
         ordered, n = stacked.sort(0).values, len(stacked)
-        cut = (n - 1) // 2 if protocol.aggregate == "median" else int(protocol.trim * n)
+        cut = (n - 1) // 2 if protocol.aggregate == "median" else _trimmed(protocol.trim, n)
         result[name] = ordered[cut : n - cut].mean(0)
     return result
+
+
+def _trimmed(share: float, n: int) -> int:
+    """Return how many replies to cut off at each end: at least one where any are to go and enough remain."""
+    return min(max(1, math.ceil(share * n)), (n - 1) // 2) if share else 0

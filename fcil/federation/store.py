@@ -5,9 +5,7 @@ new names, synced and renamed; the manifest comes last, so a torn checkpoint is 
 passed over. Memories that did not change are not written again: a later manifest names the older file.
 """
 
-import hashlib
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +16,7 @@ from typing import Any
 import torch
 
 from fcil.errors import UserError
+from fcil.files import sha256, write_text
 from fcil.records import Weights, read_tensors, write_tensors
 
 MOST_FILES = 20  # memory files that a manifest may name before all memories are written anew into one
@@ -61,11 +60,15 @@ class Checkpoints:
         self._thread.start()
         self._last = time.monotonic()
 
-    def wait(self) -> None:
-        """Wait until the last checkpoint is on disk, and pass on what went wrong there."""
+    def join(self) -> None:
+        """Wait until nothing is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on disk, and pass on what went wrong there."""
+        self.join()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -77,7 +80,7 @@ class Checkpoints:
         ):
             try:
                 return self._read(manifest)
-            except (OSError, ValueError, KeyError, TypeError, UserError):
+            except (FileNotFoundError, ValueError, KeyError, TypeError, UserError):
                 continue
         return None
 
@@ -93,7 +96,7 @@ class Checkpoints:
                 }
             for name, flat in files.items():
                 write_tensors(self.folder / name, flat)
-                self.digests[name] = _digest(self.folder / name)
+                self.digests[name] = sha256(self.folder / name)
             self.memory_files |= dict.fromkeys(memories, f"memories-{number}.safetensors")
             used = {f"state-{number}.safetensors", *self.memory_files.values()}
             manifest = {
@@ -110,7 +113,7 @@ class Checkpoints:
     def _read(self, manifest: Path) -> Saved:
         content = json.loads(manifest.read_text())
         for name, digest in content["digests"].items():
-            if _digest(self.folder / name) != digest:
+            if sha256(self.folder / name) != digest:
                 raise ValueError(f"{name} is torn")
         files = {int(client): name for client, name in content["memories"].items()}
         memories: dict[int, Weights] = {client: {} for client in files}
@@ -139,24 +142,5 @@ class Checkpoints:
                 path.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path`: whole and synced, or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-
-
 def _copy(flat: Mapping[str, torch.Tensor]) -> Weights:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in flat.items()}
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

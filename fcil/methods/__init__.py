@@ -60,4 +60,18 @@ def _from_file(path: Path) -> "Method":
     if type(getattr(module, "METHOD", None)).__name__ != "Method":
         raise UserError(f"{path} defines no METHOD; end it with METHOD = Method(Config, Server, Client, Memory)")
     own: Method = module.METHOD
+    _check_annotations(path, own)
     return own
+
+
+def _check_annotations(path: Path, own: "Method") -> None:
+    """Refuse a method whose records the frame could not find: messages are rebuilt from their annotations."""
+    answers = [f for f in vars(own.client).values() if getattr(f, "is_remote", False)]
+    for function, needed in [(getattr(own.server, "broadcast", None), ["return"])] + [
+        (answer, ["message", "return"]) for answer in answers
+    ]:
+        hints = getattr(function, "__annotations__", {})
+        for name in needed:
+            if name not in hints:
+                what = getattr(function, "__qualname__", "Server.broadcast")
+                raise UserError(f"{path}: {what} says no type for its {name}; annotate it with the record it is")

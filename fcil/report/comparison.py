@@ -88,7 +88,8 @@ def compare(runs: Iterable[Run]) -> Comparison:
     groups: dict[tuple[str, str], dict[tuple[str, str], list[Run]]] = {}
     for run in runs:
         section = groups.setdefault((run.result["benchmark"], run.result["protocol"]), {})
-        section.setdefault((run.result["method"], json.dumps(run.settings, sort_keys=True)), []).append(run)
+        beyond = {key: value for key, value in run.settings.items() if key != "protocol"}  # it names the section
+        section.setdefault((run.result["method"], json.dumps(beyond, sort_keys=True)), []).append(run)
     return Comparison(
         tuple(
             Section(benchmark, protocol, tuple(sorted((_row(alike) for alike in rows.values()), key=_place)))
@@ -119,7 +120,7 @@ def _row(alike: Sequence[Run]) -> Row:
     same_experiment = not _OTHER_EXPERIMENT & runs[0].settings.keys()
     return Row(
         method=first["method"],
-        settings=runs[0].settings,
+        settings={key: value for key, value in runs[0].settings.items() if key != "protocol"},
         seeds=tuple(result["seed"] for result in results),
         final=_measured(results, "final"),
         average=_measured(results, "average"),
@@ -150,11 +151,15 @@ def _measured(results: Sequence[Mapping[str, Any]], name: str) -> Measured:
 
 def _place(row: Row) -> tuple[Any, ...]:
     """Sort the lower bound first, then what the paper lacks, its methods in its order, ours, and the upper bound."""
-    settings = [
-        (name, (0, value, "") if isinstance(value, int | float) else (1, 0, str(value)))
-        for name, value in sorted(row.settings.items())
-    ]
-    return (_rank(row.method), row.method, settings)
+    return (_rank(row.method), row.method, [(name, _order(str(row.settings[name]))) for name in sorted(row.settings)])
+
+
+def _order(text: str) -> tuple[int, float, str]:
+    """Sort numbers by their size, before all other text."""
+    try:
+        return (0, float(text), "")
+    except ValueError:
+        return (1, 0.0, text)
 
 
 def _rank(method: str) -> int:

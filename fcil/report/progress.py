@@ -40,7 +40,8 @@ class Clock:
     """How far a run has come, and how long the rest may take."""
 
     def __init__(self, wanted: Plan):
-        self.tasks, self.rounds = wanted.benchmark.tasks, wanted.protocol.rounds
+        self.tasks = wanted.benchmark.stop_after or wanted.benchmark.tasks
+        self.rounds = wanted.protocol.rounds
         self.classes = wanted.benchmark.classes_per_task
         self.work, self.done, self.first = self.tasks * self.rounds, 0, -1
         self.task = self.round = 0

@@ -21,8 +21,9 @@ def mirrored(lines: Iterator[Line], folder: Path) -> Iterator[Line]:
     with writer:
         step = 0
         for line in lines:
-            if line["kind"] == "round":
+            if line["kind"] != "task":
                 step = line["task"] * line["rounds"] + line["round"] + 1
+            if line["kind"] == "round":
                 scalars = {"loss": line["loss"], "bytes/down": line["down"], "bytes/up": line["up"]}
             elif line["kind"] == "task":
                 scalars = {"accuracy/all": overall_of(line["correct"], line["total"]), "bytes/kept": line["kept"]}

@@ -6,7 +6,8 @@ At the end of a round:
     {"kind": "round", "task": 0, "stage": "train", "round": 3, "rounds": 20, "clients": 5, "lost": 0, "loss": 0.7,
      "seconds": {"train": 0.21}, "down": 51200, "up": 51200}
 Inside a task, if asked for:
-    {"kind": "evaluation", "task": 0, "round": 10, "correct": [61], "total": [72]}
+    {"kind": "evaluation", "task": 0, "stage": "train", "round": 10, "rounds": 20, "correct": [61], "total": [72],
+     "per_class": [84.7, 85.0, null]}
 At the end of a task:
     {"kind": "task", "task": 0, "correct": [70], "total": [72], "per_class": [97.2, 98.6, null],
      "per_client": [97.5, null], "seconds": {"remember": 0.3, "evaluate": 0.1}, "down": 51200, "up": 80,
@@ -21,78 +22,18 @@ trusts. All results are computed from these lines.
 """
 
 import errno
-import hashlib
 import json
 import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any
 
 from fcil.errors import UserError
+from fcil.files import sha256
 from fcil.results.metrics import summary
-from fcil.results.runs import read_result
-
-FORMAT = 1
-
-
-class RunLine(TypedDict):
-    """The first line: which run this is; further keys are free."""
-
-    kind: Literal["run"]
-    format: int
-    method: str
-    benchmark: str
-    seed: int
-    protocol: NotRequired[str]
-    settings: NotRequired[dict[str, Any]]
-    commit: NotRequired[str]
-    command: NotRequired[str]
-    device: NotRequired[str]
-
-
-class RoundLine(TypedDict):
-    """The end of a communication round."""
-
-    kind: Literal["round"]
-    task: int
-    stage: str
-    round: int
-    rounds: int
-    clients: int
-    lost: int
-    loss: float | None
-    seconds: dict[str, float]
-    down: int
-    up: int
-
-
-class EvaluationLine(TypedDict):
-    """Test answers in the middle of a task."""
-
-    kind: Literal["evaluation"]
-    task: int
-    round: int
-    correct: list[int]
-    total: list[int]
-
-
-class TaskLine(TypedDict):
-    """The end of a task: answers on every task so far, what is kept, and the cost since the last round."""
-
-    kind: Literal["task"]
-    task: int
-    correct: list[int]
-    total: list[int]
-    per_class: list[float | None]
-    per_client: list[float | None]
-    seconds: dict[str, float]
-    down: int
-    up: int
-    kept: int
-    kept_max: int
-    clients: int
+from fcil.results.runs import FORMAT, read_result
 
 
 class Ledger:
@@ -174,15 +115,6 @@ def result_of(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         raise UserError(f"the lines of the ledger do not fit together ({error})") from None
 
 
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, as result.json keeps it of the ledger."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise UserError(f"cannot read {path} ({error.strerror})") from None
-
-
 def verify(folder: Path) -> list[str]:
     """Return what differs between a run's result.json and its ledger, a sentence each; nothing when all is well."""
     path = folder / "ledger.jsonl"
@@ -191,11 +123,13 @@ def verify(folder: Path) -> list[str]:
         computed, digest = result_of(lines), sha256(path)
     except UserError as error:
         return [f"{folder}: {error}"]
-    named: dict[str, Any] = {key: lines[0][key] for key in ("method", "benchmark", "seed") if key in lines[0]}
+    named: dict[str, Any] = {
+        key: lines[0][key] for key in ("method", "benchmark", "protocol", "seed", "settings") if key in lines[0]
+    }
     found = [
-        f"{folder}: {_difference(key, result[key], value)}"
+        f"{folder}: {_difference(key, result.get(key), value)}"
         for key, value in {**named, **computed}.items()
-        if key in result and not _agree(result[key], value)
+        if not _agree(result.get(key), value)
     ]
     if result.get("ledger_sha256") != digest:
         found.append(f"{folder}: the ledger is not the file that result.json was made from (its SHA-256 differs)")

@@ -12,7 +12,7 @@ from typing import Any
 
 from fcil.errors import UserError
 
-FORMAT = 1
+FORMAT = 1  # of a run folder; raised when an older one can no longer be read
 
 _TEXTS = ("method", "benchmark", "protocol")
 _NUMBERS = ("seed", "final", "average", "forgetting", "bwt", "memory_bytes")

@@ -25,7 +25,8 @@ class Benchmark:
     dataset: str = knob(
         "", "digits, cifar100, tiny-imagenet, imagenet-subset, or a path to class folders or parquet files"
     )
-    tasks: int = knob(10, "number of tasks; fewer than a benchmark has means its first ones", least=1)
+    tasks: int = knob(10, "number of tasks", least=1)
+    stop_after: int = knob(0, "run only the first so many tasks, with heads and memory for all; 0 runs all", least=0)
     classes_per_task: int = knob(10, "classes that each task brings", least=1)
     clients: int = knob(50, "clients at the start", least=1)
     active: int = knob(5, "clients that train in a round", least=1)
@@ -40,7 +41,7 @@ class Benchmark:
         0.6, "class_subset, powerlaw_dirichlet: share of a task's classes a client owns", above=0, most=1
     )
     exponent: float = knob(3.0, "powerlaw_dirichlet: exponent of the law of client sizes", above=1)
-    reseed_per_task: bool = knob(False, "dirichlet_class: draw the same proportions in every task, as TARGET does")
+    reseed_per_task: bool = knob(False, "draw the same proportions in every task, as TARGET does with dirichlet_class")
     joining: int = knob(0, "clients that join at each task after the first", least=0)
     leaving: int = knob(0, "clients that leave at each task after the first", least=0)
     staying: float = knob(

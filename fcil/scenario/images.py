@@ -47,7 +47,8 @@ def decoded(source: Source, image_size: int = 0) -> Decoded:
     class without a usable training or test image is an error. Where the cache cannot be written, nothing is kept.
     """
     cache = Path(os.environ.get("FCIL_CACHE") or Path.home() / ".cache" / "fcil")
-    key = hashlib.blake2b(repr((FORMAT, image_size, source.stamp())).encode(), digest_size=16).hexdigest()
+    asked = (FORMAT, image_size, str(source.where.absolute()), source.stamp())
+    key = hashlib.blake2b(repr(asked).encode(), digest_size=16).hexdigest()
     kept = cache / f"{key}.safetensors"
     found = _open(kept)
     if found:

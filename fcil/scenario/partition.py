@@ -1,4 +1,4 @@
-"""Partitions: how a task's images are dealt to its clients (methods.md 2.4).
+"""Partitions: how a task's images are dealt to its clients.
 
 Each takes the images' labels, the number of clients and a numpy Generator, and returns one sorted index array per
 client. All but `class_subset` give every image to exactly one client.

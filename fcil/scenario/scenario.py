@@ -3,8 +3,6 @@
 Everything follows from the benchmark and the run's seed. Images stay where the dataset has them; shares are indices.
 """
 
-from functools import cached_property
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,6 +15,8 @@ from fcil.scenario.partition import Indices, partition
 from fcil.scenario.schedule import Schedule
 from fcil.scenario.tasks import LocalData, Task
 from fcil.seeds import seed_of
+
+NONE = np.zeros(0, dtype=np.int64)
 
 
 class DataGone(Exception):
@@ -33,8 +33,12 @@ class Scenario:
         self.benchmark, self.seed, self.dataset, self.device = benchmark, seed, data, torch.device(device)
         order = class_order(benchmark, data.class_names)
         size, self.capacity = benchmark.classes_per_task, len(order)
+        if benchmark.stop_after > benchmark.tasks:
+            raise UserError(
+                f"stop_after={benchmark.stop_after} is not allowed; stop_after takes 0 to {benchmark.tasks}"
+            )
         groups = tuple(tuple(range(p, p + size)) for p in range(0, self.capacity, size))
-        self.tasks = [Task(h, groups[: h + 1]) for h in range(benchmark.tasks)]
+        self.tasks = [Task(h, groups[: h + 1]) for h in range(benchmark.stop_after or benchmark.tasks)]
         self.class_names = [data.class_names[j] for j in order]
         channels, height, width = data.train_images.shape[1:]
         self.shape: tuple[int, int, int] = (channels, height, width)
@@ -58,7 +62,9 @@ class Scenario:
         self.warnings = self._oddities()
 
     def begin(self, task: Task) -> None:
-        """Let the images of `task` arrive; those of earlier tasks are gone."""
+        """Let the images of `task` arrive; those of earlier tasks are gone, until a new run begins with the first."""
+        if 0 < task.index < self._begun:
+            raise DataGone(f"task {task.index} is over: task {self._begun} has begun")
         self._begun = task.index
 
     def present(self, task: Task) -> list[int]:
@@ -70,10 +76,11 @@ class Scenario:
         return self.schedule.sample(task.index, name, round)
 
     def local(self, client: int, task: Task) -> LocalData:
-        """Return what a client holds of a task; raise `DataGone` if that task is over."""
-        if task.index < self._begun:
-            raise DataGone(f"task {task.index} is over: task {self._begun} has begun, and its images took their place")
-        mine = self._deals[task.index].get(client, np.zeros(0, dtype=np.int64))
+        """Return what a client holds of the task that has begun; raise `DataGone` for any other."""
+        if task.index != self._begun:
+            when = "is over" if task.index < self._begun else "has not begun"
+            raise DataGone(f"task {task.index} {when}: clients hold the images of task {self._begun}")
+        mine = self._deals[task.index].get(client, NONE)
         images = self._images[torch.from_numpy(mine).to(self.device)]
         return LocalData(task, images, torch.from_numpy(self._slots[mine]).to(self.device))
 
@@ -85,22 +92,21 @@ class Scenario:
 
     def shares(self) -> list[Indices]:
         """Return for each task how many images of each class every client holds: arrays (clients ever, classes)."""
-        return self._shares
+        tables = [np.zeros((self.schedule.total, self.capacity), dtype=np.int64) for _ in self.tasks]
+        for table, deal in zip(tables, self._deals, strict=True):
+            for client, mine in deal.items():
+                table[client] = np.bincount(self._slots[mine], minlength=self.capacity)
+        return tables
 
     def held(self, client: int, task: Task) -> Indices:
         """Return how many images of each class a client has had up to and with `task`, each counted once."""
-        fresh = [self._shares[t][client] for t in range(task.index + 1) if client not in self._stayed[t]]
-        return sum(fresh, start=np.zeros(self.capacity, dtype=np.int64))
+        fresh = [deal[client] for deal in self._fresh(task) if client in deal]
+        return np.bincount(self._slots[np.concatenate([NONE, *fresh])], minlength=self.capacity)
 
-    @cached_property
-    def _shares(self) -> list[Indices]:
-        tables = []
-        for deal in self._deals:
-            table = np.zeros((self.schedule.total, self.capacity), dtype=np.int64)
-            for client, mine in deal.items():
-                table[client] = np.bincount(self._slots[mine], minlength=self.capacity)
-            tables.append(table)
-        return tables
+    def _fresh(self, task: Task) -> list[dict[int, Indices]]:
+        """Return what each task so far brought that a client did not have before."""
+        upto = zip(self._deals[: task.index + 1], self._stayed, strict=False)
+        return [{c: mine for c, mine in deal.items() if c not in stayed} if stayed else deal for deal, stayed in upto]
 
     def _deal(self, task: Task) -> None:
         b, t = self.benchmark, task.index
@@ -131,8 +137,8 @@ class Scenario:
         empty = {c for deal in self._deals for c, mine in deal.items() if len(mine) == 0}
         if empty:
             found.append(f"{len(empty)} of {everyone} clients have no image in some task; they answer with count 0")
-        held = [table.sum(axis=0)[list(task.new)] for task, table in zip(self.tasks, self._shares, strict=True)]
-        missing = sum(int((counts == 0).sum()) for counts in held)
+        held = [np.unique(self._slots[np.concatenate([NONE, *deal.values()])]) for deal in self._deals]
+        missing = sum(len(set(task.new) - set(some.tolist())) for task, some in zip(self.tasks, held, strict=True))
         if missing:
             found.append(f"{missing} of {self.capacity} classes are held by no client when their task comes")
         unused = len(data.class_names) - self.capacity
