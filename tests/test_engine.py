@@ -262,6 +262,30 @@ def test_nothing_to_train_on_gives_the_weights_back() -> None:
     assert trained.count == 0 and equal(trained.weights, weights) and trained.loss.isnan()
 
 
+def test_a_loss_sees_no_network_that_its_fit_did_not_load() -> None:
+    def loss(nets: Nets, batch: Batch, given: Any) -> Tensor:
+        return nets["old"](batch.images).sum()
+
+    with pytest.raises(KeyError, match="old"):
+        fitted(an_engine(), a_fit(start(), a_pool(), loss=loss))
+    with pytest.raises(ValueError, match="does not load"):
+        fitted(an_engine(), a_fit(start(), a_pool(), load={"old": start()}))
+
+
+def test_pools_have_batches_of_their_own_size_and_know_more_of_each_image() -> None:
+    def loss(nets: Nets, batch: Batch, given: Any) -> Tensor:
+        seen.append(batch)
+        return cross_entropy(nets, batch, given)
+
+    seen: list[Batch] = []
+    pool = a_pool(21)
+    main = replace(pool, batch_size=4, extra={"number": torch.arange(21)})
+    fitted(an_engine(), a_fit(start(), main, loss=loss, beside={"replay": replace(pool, batch_size=3)}))
+    assert all(len(batch.labels) == 4 and len(batch.beside["replay"].labels) == 3 for batch in seen)
+    assert all(torch.equal(pool.labels[batch.extra["number"]], batch.labels) for batch in seen)
+    assert seen[0].beside["replay"].extra == {}
+
+
 def test_pools_beside_reach_the_loss_in_batches_of_their_own() -> None:
     seen: list[Batch] = []
 
@@ -487,6 +511,34 @@ def test_a_memory_changed_in_place_is_noticed(room: Room) -> None:
         room.ask([1], handler, Done())
         assert room.transport.changed == {1}, handler.__name__
     assert room.transport.memories[1].images == {}
+
+
+def test_what_was_derived_from_a_memory_goes_when_the_memory_changes(room: Room) -> None:
+    def derive(self: Pupil, memory: Memory, data: LocalData, message: Done) -> Done:
+        seen.append(data.cached("count", lambda _: len(memory.images)))
+        return Done()
+
+    def learn(self: Pupil, memory: Memory, data: LocalData, message: Done) -> Done:
+        memory.images[len(memory.images)] = data.images[:1]
+        return Done()
+
+    seen: list[int] = []
+    for handler in (derive, learn, derive, derive):
+        room.ask([1], handler, Done())
+    assert seen == [0, 1, 1]
+
+
+def test_derived_data_is_kept_for_some_clients_only(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fcil.federation.in_process.MOST_CACHES", 2)
+
+    def derive(self: Pupil, memory: Memory, data: LocalData, message: Done) -> Done:
+        data.cached("draw", lambda generator: drawn.append(float(torch.rand((), generator=generator))) or True)
+        return Done()
+
+    drawn: list[float] = []
+    for client in (0, 1, 0, 2, 1):  # 1 is dropped for 2, and made again
+        room.ask([client], derive, Done())
+    assert len(room.transport.caches) == 2 and len(drawn) == 4 and drawn[1] == drawn[3]
 
 
 # -- classification ---------------------------------------------------------------------------------------------------

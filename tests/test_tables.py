@@ -80,7 +80,9 @@ def test_only_the_same_experiment_stands_beside_the_papers_number() -> None:
 
 def test_rows_stand_in_the_papers_order_between_the_bounds() -> None:
     names = ["joint", "hr-mini", "hr", "hr-literal-mini", "hr-literal", "mfcl", "icarl", "ewc", "finetune"]
-    runs = [run(name) for name in names] + [run("hr", memory=m) for m in (16, 4, 128)] + [run("hr", partition="x")]
+    runs = (
+        [run(name) for name in names] + [run("hr", memory=m) for m in ("16", "4", "128")] + [run("hr", partition="x")]
+    )
     assert [row.label for row in compare(runs).sections[0].rows] == [
         "finetune", "ewc", "icarl", "mfcl", "hr-literal", "hr-literal-mini",
         "hr", "hr (memory=4)", "hr (memory=16)", "hr (memory=128)", "hr (partition=x)", "hr-mini", "joint",
