@@ -122,9 +122,10 @@ def show_plan(wanted: "Plan") -> None:
 
     b, p = wanted.benchmark, wanted.protocol
     length = count(p.steps, "step") if p.steps else count(p.epochs, "epoch")
+    tasks = f"the first {b.stop_after} of {b.tasks} tasks" if b.stop_after else count(b.tasks, "task")
     console.print(
         f"{wanted.name} on {b.name}: {about(wanted.method)}\n"
-        f"{count(b.tasks, 'task')} of {count(b.classes_per_task, 'class', 'es')}; {count(b.clients, 'client')}, "
+        f"{tasks} of {count(b.classes_per_task, 'class', 'es')}; {count(b.clients, 'client')}, "
         f"{b.active} of them in each round; {count(p.rounds, 'round')} a task, {length} of {p.batch_size} images; "
         f"images dealt by {b.partition} (alpha {b.alpha:g}); seed {wanted.seed}",
         soft_wrap=True,
