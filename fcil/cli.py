@@ -67,7 +67,7 @@ def run(
     ] = None,
     tensorboard: Annotated[Path | None, typer.Option(help="Also write curves for TensorBoard to this folder.")] = None,
 ) -> None:
-    """Run a method on a benchmark. The same command again goes on where it stopped, or shows what came out."""
+    """Run METHOD, a name from `fcil methods` or your own .py file; the same command again goes on where it stopped."""
     from fcil.plan import Plan, own_data, plan
 
     typed = [name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"]
@@ -130,8 +130,11 @@ def benchmarks(
         wanted = plan(DEFAULT, chosen, settings=settings_of(set_))
         chosen, timing = wanted.benchmark, wanted.protocol
     if not show:
-        print_knobs(f"Benchmark {chosen.name}, changed by --set knob=value", knobs(type(chosen)), chosen)
-        return print_knobs(f"\nProtocol {timing.name}, changed by --set knob=value", knobs(type(timing)), timing)
+        fixed = ("name", "protocol")
+        settable = {key: knob for key, knob in knobs(type(chosen)).items() if key not in fixed}
+        print_knobs(f"Benchmark {chosen.name}, changed by --set knob=value", settable, chosen)
+        settable = {key: knob for key, knob in knobs(type(timing)).items() if key not in fixed}
+        return print_knobs(f"\nProtocol {timing.name} (--protocol), changed by --set knob=value", settable, timing)
     from fcil.report.shares import draw_shares, shares_table
     from fcil.scenario.scenario import Scenario
 
@@ -286,9 +289,10 @@ def _execute(wanted: "Plan", folder: Path, device: str, tensorboard: Path | None
     try:
         follow(mirrored(lines, tensorboard) if tensorboard else lines, wanted, console)
     except KeyboardInterrupt:
-        lines.close()  # type: ignore[attr-defined]
         complain(f"stopped; the same command goes on, and so does: fcil run --resume {shlex.quote(str(folder))}")
         sys.exit(130)
+    finally:
+        lines.close()  # type: ignore[attr-defined]
 
 
 def _command() -> str:

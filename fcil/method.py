@@ -1,7 +1,7 @@
 """What a method is: a script for the server, answers for the clients, and the records between them.
 
 A method's file defines `Config`, its records, `Server`, `Client` and `METHOD = Method(Config, Server, Client, Memory)`.
-Everything such a file needs from the frame is in here.
+This module is the frame as such a file sees it; networks, blocks and records are what it is built from.
 """
 
 from __future__ import annotations
@@ -114,13 +114,17 @@ def reply_type(handler: Callable[..., Any]) -> type:
 
 
 class Replies(Protocol[Up_co]):
-    """The answers that came, in the order of the clients asked."""
+    """The answers that came, in the order of the clients asked.
+
+    They are computed when first looked at. Means and sums are taken as they come in, so iterate first where single
+    replies are needed, too. Replies whose `count` is 0 had no images and are left out of both.
+    """
 
     def mean(self, field: str) -> Any:
-        """Average one field over the replies; if nobody answered, what was sent stands."""
+        """Average one field; integers are the first reply's; if nobody answered, what was sent stands."""
 
     def sum(self, field: str) -> Any:
-        """Add one field up over the replies."""
+        """Add one field up; None if nobody answered."""
 
     def __iter__(self) -> Iterator[Up_co]:
         """Yield single replies: a method that does this needs to see them, and excludes secure aggregation."""

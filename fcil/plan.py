@@ -132,21 +132,23 @@ def plan(
         del homes[home]["name"]
     del homes["benchmark"]["protocol"]
     values: dict[str, dict[str, str]] = {home: {} for home in homes}
+    if "protocol" in words:
+        raise UserError(f"the protocol is no setting; choose it with --protocol {'|'.join(benchmarks.PROTOCOLS)}")
     for key, word in words.items():
         owners = [home for home, knows in homes.items() if key in knows]
         if not owners:
             raise unknown("setting", key, sorted(k for knows in homes.values() for k in knows))
         values[owners[0]][key] = word
+    bases = {"benchmark": known, "protocol": chosen, "config": config}
+    made = {home: changed(base, values[home]) for home, base in bases.items()}
+    if known.name in benchmarks.BENCHMARKS:  # a knob turned to where it stood is no other run
+        moved = {k for home, base in bases.items() for k in values[home] if getattr(made[home], k) != getattr(base, k)}
+        words = {k: w for k, w in words.items() if k in moved}
     shown = words if protocol in (None, known.protocol) else {"protocol": str(protocol), **words}
     source = ""
     if name.endswith(".py"):
         name, source = str(Path(name).resolve()), sha256(Path(name))
-    changes = (
-        changed(known, values["benchmark"]),
-        changed(chosen, values["protocol"]),
-        changed(config, values["config"]),
-    )
-    return Plan(name, *changes, seed, shown, command, source)
+    return Plan(name, made["benchmark"], made["protocol"], made["config"], seed, shown, command, source)
 
 
 def own_data(path: str, tasks: int | None = None, clients: int = 10, active: int | None = None) -> Benchmark:
@@ -159,7 +161,7 @@ def own_data(path: str, tasks: int | None = None, clients: int = 10, active: int
         raise UserError(f"{path} has {classes} classes; tasks={tasks} is not allowed, tasks takes 1 to {classes}")
     tasks, active = tasks or min(5, classes), min(5, max(1, clients)) if active is None else active
     return changed(
-        Benchmark(name=where.resolve().stem, dataset=str(where.resolve())),
+        Benchmark(name=where.resolve().stem, dataset=str(where.resolve()), protocol="quick", network="small"),
         {"tasks": tasks, "classes_per_task": classes // tasks, "clients": clients, "active": active},
     )
 

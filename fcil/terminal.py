@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer.core
 from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
@@ -18,6 +19,7 @@ from fcil.knobs import Knob
 if TYPE_CHECKING:
     from fcil.plan import Plan
 
+typer.core.HAS_RICH = False  # or else it escapes the brackets of its help for HTML, which shows as \[default: 3]
 MOST_SEEDS = 10_000
 console = Console(highlight=False, markup=False, emoji=False)
 errors = Console(highlight=False, markup=False, emoji=False, stderr=True)

@@ -26,8 +26,10 @@ def test_a_run_belongs_to_one_process_and_ctrl_c_says_how_to_go_on(tmp_path: Pat
     folder = tmp_path / "run"
     process = start(f"run joint {SLOW} --out run", tmp_path)
     wait_for(process, lambda: lines_in(folder) > 3)
+    process.send_signal(signal.SIGSTOP)  # it must not finish while the second one starts
     second = typed(f"run joint {SLOW} --out {folder}")
     process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGCONT)
     said = ended(process)
     assert second.code == 2
     assert (

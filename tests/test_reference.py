@@ -52,7 +52,10 @@ class Given:
 def by_fcil(method: str, **settings: object) -> tuple[Given, Numbers]:
     parts = assemble(plan(method, ALONE, settings={**PROTOCOL, **settings}), "cpu")
     first = {n: t.clone() for n, t in parts.server.state.weights.items()}
-    data = [parts.scenario.local(0, task) for task in parts.scenario.tasks]
+    data = []
+    for task in parts.scenario.tasks:
+        parts.scenario.begin(task)
+        data.append(parts.scenario.local(0, task))
     for _ in learn(parts.scenario, parts.server, parts.door, parts.engine):
         pass
     return Given(first, [(d.images, d.labels) for d in data]), parts.server.state.weights

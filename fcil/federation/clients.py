@@ -12,7 +12,7 @@ from fcil.federation.calls import Answered, Call
 from fcil.federation.replies import Replies
 from fcil.method import reply_type
 from fcil.records import flatten, size_in_bytes, unflatten
-from fcil.scenario.benchmarks import Protocol as Training
+from fcil.scenario import benchmarks
 from fcil.scenario.scenario import Scenario
 from fcil.scenario.tasks import Task
 from fcil.seeds import seed_of
@@ -69,7 +69,12 @@ class Door:
     """`Clients` for a server: asks over a transport, seeds each answer, counts bytes, remembers how far it came."""
 
     def __init__(
-        self, transport: Transport, scenario: Scenario, protocol: Training, seed: int, cursor: Cursor | None = None
+        self,
+        transport: Transport,
+        scenario: Scenario,
+        protocol: benchmarks.Protocol,
+        seed: int,
+        cursor: Cursor | None = None,
     ):
         self.transport, self.scenario, self.protocol, self.seed = transport, scenario, protocol, seed
         self.cursor = cursor or Cursor()

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fcil.blocks.augment import augmented
 from fcil.blocks.training import weights_of
+from fcil.errors import UserError
 from fcil.federation.calls import Answered, Call
 from fcil.method import Batch, Fit, Method, Pool, Setting, Trained
 from fcil.records import flatten, size_in_bytes, unflatten
@@ -61,12 +62,17 @@ class Engine:
                         fit = reply.send(trained)
                 except StopIteration as end:
                     reply = end.value
+        for what, value in (("answers with", reply), ("has as its memory", memory)):
+            if not is_dataclass(value):
+                raise UserError(f"{handler.__qualname__} {what} a {type(value).__name__}; it must be a record")
         loss = losses[-1] if losses else float("nan")
         return Answered(reply, size_in_bytes(memory), loss, images)
 
     def fit(self, fit: Fit, call: Call, generator: torch.Generator) -> Trained:
         """Do a local training."""
         protocol = self.setting.protocol
+        if unheard := fit.load.keys() - self.nets.keys():
+            raise UserError(f"a Fit loads {', '.join(unheard)}; this client's networks are {', '.join(self.nets)}")
         for name, weights in fit.load.items():
             self.nets[name].load_state_dict(weights)
         trains = {path.split(".")[0]: self.nets[path.split(".")[0]] for path in fit.trains}

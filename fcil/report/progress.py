@@ -29,7 +29,7 @@ def follow(lines: Iterator[Line], wanted: Plan, console: Console) -> None:
         TextColumn("{task.fields[left]}"),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task(f"{wanted.name}: loading", total=clock.work, left="")
+        bar = progress.add_task(f"{wanted.name}: first round", total=clock.work, left="")
         for line in lines:
             if clock.take(line):
                 console.print(Text(clock.sentence()))
