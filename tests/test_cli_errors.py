@@ -274,6 +274,6 @@ def test_unreadable_images_and_empty_clients_are_counted(tmp_path: Path) -> None
         (data / "class0" / f"{number}.png").write_bytes(b"not a picture")
     asked = "--tasks 2 --clients 30 --active 2 --set network=small --set partition=dirichlet_class"
     said = done(f"run finetune --data {data} {asked} --set rounds=1 --set steps=1 --out {tmp_path}/run")
-    assert "note: 2 images of mine could not be read and are left out" in said.out
+    assert "note: 2 images of mine could not be read and were left out" in said.out
     assert "of 30 clients have no image in some task" in said.out
     assert "of 30 clients have no image in some task" in done(f"run --resume {tmp_path}/run").out

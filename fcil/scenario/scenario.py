@@ -145,7 +145,8 @@ class Scenario:
         if unused and self.benchmark.dataset not in LICENCES:
             found.append(f"{unused} of {len(data.class_names)} classes of {data.name} are in no task")
         if data.skipped:
-            found.append(f"{data.skipped} images of {data.name} could not be read and are left out")
+            images = "1 image" if data.skipped == 1 else f"{data.skipped} images"
+            found.append(f"{images} of {data.name} could not be read and were left out")
         if data.name != asked and data.name.startswith(f"{asked}-"):
             found.append(f"{data.name} stands in for {asked}: {len(data.class_names)} classes, in another order")
         return found
