@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -55,8 +56,12 @@ def done(line: str) -> Said:
 def start(line: str, cwd: Path, before: str = "", **how: Any) -> subprocess.Popen[str]:
     """Type a command in a process of its own; `before` is what a shell does first."""
     command = f"{before} exec {shlex.quote(sys.executable)} -m fcil {line}"
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **how}
-    return subprocess.Popen(["bash", "-c", command], cwd=cwd, text=True, env=dict(os.environ), **pipes)
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": _hear_ctrl_c, **how}
+    return subprocess.Popen(["bash", "-c", command], cwd=cwd, text=True, env=dict(os.environ), **how)
+
+
+def _hear_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests that run in the background inherit that it is ignored
 
 
 def ended(process: subprocess.Popen[str]) -> Said:
