@@ -62,9 +62,8 @@ class Engine:
                         fit = reply.send(trained)
                 except StopIteration as end:
                     reply = end.value
-        for what, value in (("answers with", reply), ("has as its memory", memory)):
-            if not is_dataclass(value):
-                raise UserError(f"{handler.__qualname__} {what} a {type(value).__name__}; it must be a record")
+        if not is_dataclass(reply):
+            raise UserError(f"{handler.__qualname__} answers with a {type(reply).__name__}; it must be a record")
         loss = losses[-1] if losses else float("nan")
         return Answered(reply, size_in_bytes(memory), loss, images)
 
@@ -110,7 +109,7 @@ class Engine:
         message = self.receive(message)
         pixels = 2**17 if self.device.type == "cpu" else 2**20  # at once: keeps activations in hundreds of megabytes
         batch_size = min(1000, max(1, pixels // (images.shape[-1] * images.shape[-2])))
-        with threads(len(os.sched_getaffinity(0))), torch.inference_mode():
+        with threads(cores()), torch.inference_mode():
             parts = [
                 self.client.predict(message, part.to(self.device)).argmax(1) for part in torch.split(images, batch_size)
             ]
@@ -155,6 +154,11 @@ def rate(protocol: Protocol, progress: float) -> float:
     if protocol.schedule == "cosine":
         return 0.5 * (1 + math.cos(math.pi * progress))
     return float(0.1**progress) if protocol.schedule == "exponential" else 1.0
+
+
+def cores() -> int:
+    """Return how many cores this process may use, which in a container are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

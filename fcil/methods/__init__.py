@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import sys
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -60,18 +61,17 @@ def _from_file(path: Path) -> "Method":
     if type(getattr(module, "METHOD", None)).__name__ != "Method":
         raise UserError(f"{path} defines no METHOD; end it with METHOD = Method(Config, Server, Client, Memory)")
     own: Method = module.METHOD
-    _check_annotations(path, own)
+    _check_records(path, own)
     return own
 
 
-def _check_annotations(path: Path, own: "Method") -> None:
+def _check_records(path: Path, own: "Method") -> None:
     """Refuse a method whose records the frame could not find: messages are rebuilt from their annotations."""
+    if not is_dataclass(own.memory()):
+        raise UserError(f"{path}: its memory is a {type(own.memory()).__name__}; it must be a record")
     answers = [f for f in vars(own.client).values() if getattr(f, "is_remote", False)]
-    for function, needed in [(getattr(own.server, "broadcast", None), ["return"])] + [
-        (answer, ["message", "return"]) for answer in answers
-    ]:
-        hints = getattr(function, "__annotations__", {})
-        for name in needed:
-            if name not in hints:
-                what = getattr(function, "__qualname__", "Server.broadcast")
-                raise UserError(f"{path}: {what} says no type for its {name}; annotate it with the record it is")
+    needed = [(own.server.broadcast, "return")]  # type: ignore[attr-defined]
+    needed += [(answer, name) for answer in answers for name in ("message", "return")]
+    for function, name in needed:
+        if name not in function.__annotations__:
+            raise UserError(f"{path}: {function.__qualname__} says no type for its {name}; annotate it with its record")

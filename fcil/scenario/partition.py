@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fcil.errors import unknown
+from fcil.scenario.benchmarks import PARTITIONS
 
 Indices = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -40,8 +41,7 @@ def partition(
         return powerlaw_dirichlet(labels, clients, rng, alpha, class_share, exponent)
     if kind == "dirichlet_balanced":
         return dirichlet_balanced(labels, clients, rng, alpha)
-    kinds = ("lda_equal", "dirichlet_class", "class_subset", "powerlaw_dirichlet", "dirichlet_balanced")
-    raise unknown("partition", kind, kinds)
+    raise unknown("partition", kind, PARTITIONS)
 
 
 def evenly(labels: Indices, clients: int, rng: np.random.Generator) -> list[Indices]:
