@@ -99,7 +99,8 @@ def methods(name: Annotated[str, typer.Argument(help="Show every knob of this me
     made = method(name)
     module = sys.modules[made.server.__module__]
     console.print((module.__doc__ or "").strip(), soft_wrap=True)
-    print_knobs(f"\nKnobs of {name}, changed by --set knob=value", knobs(made.config))  # type: ignore[arg-type]
+    config = made.config()
+    print_knobs(f"\nKnobs of {name}, changed by --set knob=value", knobs(type(config)), config)
     console.print("Every method also has the knobs of the protocol and the benchmark: fcil benchmarks NAME")
 
 

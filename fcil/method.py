@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar, get_args, get_origin, get
 import torch
 from torch import Tensor, nn
 
-from fcil.networks import Classifier, build
-from fcil.records import Weights
+from fcil.networks import AutoEncoder, Classifier, build, build_autoencoder
+from fcil.records import ByClass, Weights, record
 from fcil.scenario import benchmarks
 from fcil.scenario.memory import Budget
 from fcil.scenario.tasks import LocalData, Task
@@ -185,9 +185,17 @@ class Setting:
         """Build the benchmark's network with a head for `capacity` classes."""
         return build(self.network, self.shape, self.capacity)
 
+    def autoencoder(self, latent: int, variational: bool) -> AutoEncoder:
+        """Build an autoencoder whose encoder has the body of the benchmark's network."""
+        return build_autoencoder(self.network, self.shape, latent, variational)
+
 
 class Server(Protocol):
-    """The server's half. It sees tasks and messages, never data; all that lasts is the record `state`."""
+    """The server's half. It sees tasks and messages, never data; all that lasts is the record `state`.
+
+    It may also have `measured(self) -> dict[str, float | None]`: what it found out about itself in the task that has
+    just ended, computed from `state`; the ledger's task line holds it.
+    """
 
     state: Any
 
@@ -207,6 +215,9 @@ class Client(Protocol):
 
     A client keeps nothing on `self` between calls but scratch networks: what must last is in `memory`, a record that an
     answer updates in place.
+
+    It may also have `look(self, memory, data, message, classes) -> Pictures`, which no server can call: a simulation
+    shows its user with it what the clients replay.
     """
 
     def networks(self) -> dict[str, nn.Module]:
@@ -216,6 +227,15 @@ class Client(Protocol):
     def predict(self, message: Any, images: Tensor) -> Tensor:
         """Score every class for each image, (images, capacity), from the broadcast alone; the highest is the answer."""
         ...
+
+
+@record
+class Pictures:
+    """An image of each class that a client can show: uint8 (channels, height, width)."""
+
+    real: ByClass  # as it was taken
+    kept: ByClass  # the same, as the client's memory gives it back
+    made: ByClass  # made up, without any exemplar
 
 
 class Method(NamedTuple):

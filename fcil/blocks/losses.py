@@ -37,6 +37,26 @@ def weighted_distance(
     return torch.stack([(weight[n] * (value - anchor[n]).square()).sum() for n, value in parameters.items()]).sum()
 
 
+def squared_error(one: Tensor, other: Tensor) -> Tensor:
+    """Squared Euclidean distance of each row, or image, to its counterpart: (N,)."""
+    return (one - other).flatten(1).square().sum(1)
+
+
+def norm_error(one: Tensor, other: Tensor) -> Tensor:
+    """Euclidean distance of each row, or image, to its counterpart: (N,); its gradient at 0 is 0."""
+    return torch.linalg.vector_norm((one - other).flatten(1), dim=1)
+
+
+def divergence_from_normal(mean: Tensor, logvar: Tensor) -> Tensor:
+    """KL divergence of each Gaussian with these means and log-variances from the standard one: (N,)."""
+    return 0.5 * (mean.square() + logvar.exp() - logvar - 1).sum(1)
+
+
+def expected_squared_error(mean: Tensor, logvar: Tensor, target: Tensor) -> Tensor:
+    """Squared distance to `target` that a draw from each Gaussian has on average: (N,)."""
+    return squared_error(mean, target) + logvar.exp().sum(1)
+
+
 def _low(logits: Tensor, classes: Tensor) -> Tensor:
     # finite on purpose: the divergence multiplies these entries by zero, and zero times infinity is not a number
     return logits.masked_fill(~classes, -1e4)

@@ -1,6 +1,6 @@
 """Weights into and out of a network."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -18,3 +18,13 @@ def loaded(net: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
     if not torch.compiler.is_exporting():  # an export reads the weights that are in the network already
         net.load_state_dict(weights)
     return net.eval()
+
+
+def in_parts(function: Callable[[Tensor], Tensor], rows: Tensor, size: int) -> Tensor:
+    """Return `function(rows)`, computed on `size` rows at a time."""
+    return torch.cat([function(part) for part in rows.split(size)])
+
+
+def as_bytes(images: Tensor) -> Tensor:
+    """Return images in 0..1 as uint8, the form in which all images are kept."""
+    return (images * 255).round().clamp(0, 255).to(torch.uint8)

@@ -3,9 +3,12 @@
 import importlib
 import importlib.util
 import sys
+from collections.abc import Mapping
 from dataclasses import is_dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fcil.errors import UserError, unknown
 
@@ -19,7 +22,10 @@ class Entry(NamedTuple):
     module: str
     family: str  # "bound": shows what is possible, and may keep more than the benchmark's memory
     sentence: str
+    preset: Mapping[str, Any] = MappingProxyType({})  # knobs that make it what it is: an ablation is one file's other form
 
+
+HR_LITERAL = "fcil.methods.hr_literal"
 
 METHODS = {
     "finetune": Entry("fcil.methods.finetune", "bound", "learns each task's data, forgets the rest: lower bound"),
@@ -27,6 +33,23 @@ METHODS = {
     "fedprox": Entry("fcil.methods.fedprox", "reference", "finetune with a pull towards the global model"),
     "lwf": Entry("fcil.methods.lwf", "reference", "the last task's model teaches the new one; no memory"),
     "ewc": Entry("fcil.methods.ewc", "reference", "holds the weights that mattered before; no memory"),
+    "hr-literal": Entry(HR_LITERAL, "hybrid", "Hybrid Replay as its paper prints it, errata mended"),
+    "hr-literal-mini": Entry(HR_LITERAL, "ablation", "with a tenth of the memory", {"memory_share": 0.1}),
+    "hr-literal-no-latents": Entry(
+        HR_LITERAL, "ablation", "without exemplars: all old classes are made up", {"exemplars": "none"}
+    ),
+    "hr-literal-perfect": Entry(
+        HR_LITERAL, "bound", "keeps images where it would keep codes: ten times the memory", {"exemplars": "images"}
+    ),
+    "hr-literal-no-kd": Entry(
+        HR_LITERAL, "ablation", "without distillation", {"distill_codes": 0.0, "distill_images": 0.0}
+    ),
+    "hr-literal-no-global": Entry(
+        HR_LITERAL, "ablation", "makes up no images of classes that others hold", {"global_replay": False}
+    ),
+    "hr-literal-rfa": Entry(
+        HR_LITERAL, "ablation", "with repulsion in place of the Lennard-Jones potential", {"alignment": "rfa"}
+    ),
 }
 
 DEFAULT = "joint"  # what `fcil run` runs
@@ -38,8 +61,9 @@ def method(name: str) -> "Method":
         return _from_file(Path(name))
     if name not in METHODS:
         raise unknown("method", name, [*METHODS, "a .py file"])
-    loaded: Method = importlib.import_module(METHODS[name].module).METHOD
-    return loaded
+    entry = METHODS[name]
+    loaded: Method = importlib.import_module(entry.module).METHOD
+    return loaded._replace(config=partial(loaded.config, **entry.preset)) if entry.preset else loaded
 
 
 def family(name: str) -> str:

@@ -29,7 +29,8 @@ class Block(nn.Module):
 class ResNet18(nn.Module):
     """The body: a stem and four stages of two blocks, 64 to 512 channels."""
 
-    width = 512
+    width = 512  # channels of the last stage
+    begins = 64  # and of the first
 
     def __init__(self, channels: int = 3):
         super().__init__()

@@ -6,7 +6,8 @@ from torch import Tensor, nn
 class SmallNet(nn.Module):
     """The body: three stages, 16 to 64 channels, halving the side twice."""
 
-    width = 64
+    width = 64  # channels of the last stage
+    begins = 16  # and of the first
 
     def __init__(self, channels: int = 1):
         super().__init__()

@@ -1,0 +1,112 @@
+"""Placing class centroids in a latent space: the Lennard-Jones potential, and plain repulsion.
+
+Energies count each pair once: those among the points that move, and those of a moving with a fixed one. The paper's
+Eq. 8 counts each pair twice, which changes no direction.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+REST = 2 ** (1 / 6)  # the distance, in sigma, at which two points neither attract nor repel each other
+LONGEST_STEP = 0.05  # in sigma: at small distances gradients have no bound
+JITTER = 1e-3  # in sigma
+
+
+def nearest(codes: Tensor, centroids: Tensor, seen: Tensor) -> Tensor:
+    """Score each class by the negative distance of its centroid; classes not seen are ruled out."""
+    return -(codes[:, None] - centroids).norm(dim=2).masked_fill(~seen, math.inf)
+
+
+def jittered(points: Tensor, sigma: float, generator: torch.Generator) -> Tensor:
+    """Move each point a little in every dimension: coincident points have no direction to part in."""
+    return points + JITTER * sigma * torch.randn(points.shape, generator=generator).to(points)
+
+
+def energy(moving: Tensor, fixed: Tensor, sigma: float, depth: float = 1.0) -> Tensor:
+    """Lennard-Jones energy, Eq. 8: sum over pairs of 4 eps ((s/r)^12 - (s/r)^6)."""
+    sixth = (sigma / _distances(moving, fixed)) ** 6
+    pairs = 4 * depth * (sixth**2 - sixth)
+    return pairs[:, : len(moving)].sum() / 2 + pairs[:, len(moving) :].sum()
+
+
+def gradient(moving: Tensor, fixed: Tensor, sigma: float, depth: float = 1.0) -> Tensor:
+    """Gradient of `energy`: sum over pairs of 24 eps (s^6/r^8 - 2 s^12/r^14) (p - p')."""
+    r = _distances(moving, fixed)
+    sixth = (sigma / r) ** 6
+    return _towards(moving, fixed, 24 * depth * (sixth - 2 * sixth**2) / r**2)
+
+
+def printed_step(moving: Tensor, fixed: Tensor, sigma: float, depth: float = 1.0) -> Tensor:
+    """Return what Eq. 9 adds for eta = 1, as it is printed: it climbs the energy it is meant to lower."""
+    r = _distances(moving, fixed)
+    return -_towards(moving, fixed, 24 * depth * (2 * sigma**12 / r**13 - sigma**6 / r**7))
+
+
+def lennard_jones(
+    moving: Tensor, fixed: Tensor, sigma: float, depth: float = 1.0, rate: float = 1.0, steps: int = 3000
+) -> Tensor:
+    """Let `moving` descend the Lennard-Jones energy; no step raises it, none is longer than 0.05 sigma."""
+    p, still = moving.double(), fixed.double()
+    now = energy(p, still, sigma, depth)
+    for _ in range(steps):
+        slope = gradient(p, still, sigma, depth)
+        if slope.norm(dim=1).max() * sigma < 1e-6 * depth:
+            break
+        there = p - _capped(rate * slope, sigma)
+        while not (then := energy(there, still, sigma, depth)) <= now and rate > 1e-12:
+            rate /= 2
+            there = p - _capped(rate * slope, sigma)
+        if not then <= now:
+            break
+        p, now, rate = there, then, 1.1 * rate
+    return p.to(moving)
+
+
+def printed_alignment(
+    moving: Tensor, fixed: Tensor, sigma: float, depth: float = 1.0, rate: float = 1.0, steps: int = 3000
+) -> Tensor:
+    """Follow Eq. 9 as printed; only the length of a step is bounded, or the first ones would leave all numbers."""
+    p, still = moving.double(), fixed.double()
+    for _ in range(steps):
+        p = p + _capped(rate * printed_step(p, still, sigma, depth), sigma)
+    return p.to(moving)
+
+
+def repulsion(
+    moving: Tensor, fixed: Tensor, sigma: float, charge: float = 1.0, dt: float = 0.05, steps: int = 3000
+) -> Tensor:
+    """Repulsive force algorithm: unit masses under forces charge/r^2, by Newton's law, from rest.
+
+    Repulsion has no equilibrium, so it stops as soon as every point is as far from all others as Lennard-Jones would
+    rest them.
+    """
+    p, still = moving.double(), fixed.double()
+    velocity = torch.zeros_like(p)
+    for _ in range(steps):
+        r = _distances(p, still)
+        if r.min() >= REST * sigma:
+            break
+        velocity = _capped(velocity + dt * _towards(p, still, charge / r**3), sigma / dt)
+        p = p + dt * velocity
+    return p.to(moving)
+
+
+def _distances(moving: Tensor, fixed: Tensor) -> Tensor:
+    """Return distances, (moving, moving + fixed); a point is infinitely far from itself, and none is quite zero."""
+    r = torch.cdist(moving, torch.cat([moving, fixed]), compute_mode="donot_use_mm_for_euclid_dist")
+    own = torch.eye(len(moving), len(r[0]), dtype=torch.bool, device=r.device)
+    return r.clamp_min(1e-12).masked_fill(own, math.inf)
+
+
+def _towards(moving: Tensor, fixed: Tensor, weight: Tensor) -> Tensor:
+    """Return for each moving p the sum of weight (p - p') over all others."""
+    return weight.sum(1, keepdim=True) * moving - weight @ torch.cat([moving, fixed])
+
+
+def _capped(step: Tensor, sigma: float) -> Tensor:
+    """Shorten each point's step to at most 0.05 sigma; scaled first, so that no square leaves all numbers."""
+    scale = step.abs().amax(1, keepdim=True).clamp_min(1e-300)
+    length = (step / scale).norm(dim=1, keepdim=True)
+    return step / scale * torch.minimum(scale, LONGEST_STEP * sigma / length.clamp_min(1.0))

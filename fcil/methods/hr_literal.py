@@ -1,0 +1,354 @@
+"""Hybrid Replay as its paper prints it, with its errata mended: PAPER.md says where and why.
+
+Khademi Nori, Kim and Wang, "Federated Class-Incremental Learning: A Hybrid Approach Using Latent Exemplars and
+Data-Free Techniques to Address Local and Global Forgetting", ICLR 2025. `Server` is Algorithm 1 and `Client` is
+Algorithm 2; the numbers at the line ends are the paper's lines. An autoencoder's encoder f classifies by the nearest
+class centroid; its decoder g turns stored codes (against local forgetting) and noisy centroids (against global
+forgetting) back into images. On natural images it collapses: see RESULTS.md.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from fcil.blocks import centroids as placing
+from fcil.blocks.augment import augmented
+from fcil.blocks.codes import BITS, code_bytes, packed, scale_bytes, unpacked
+from fcil.blocks.exemplars import shares
+from fcil.blocks.losses import divergence_from_normal, expected_squared_error, norm_error, squared_error
+from fcil.blocks.training import as_bytes, in_parts, loaded, weights_of
+from fcil.knobs import knob
+from fcil.method import Batch, Clients, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
+from fcil.records import ByClass, Update, Weights, record
+from fcil.scenario.tasks import LocalData, Task, mask
+from fcil.seeds import seed_of
+
+ALIGNMENTS = {
+    "lennard-jones": placing.lennard_jones,
+    "printed": placing.printed_alignment,
+    "rfa": placing.repulsion,
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The knobs; what the paper leaves open is chosen as PAPER.md says."""
+
+    lr: float = knob(0.03, "learning rate of the clients' SGD", above=0)
+    latent: int = knob(0, "numbers in a code; 0 is a tenth of an image's", least=0)
+    variational: bool = knob(True, "variational autoencoder; false is a deterministic one, without KL term")
+    pull: float = knob(100.0, "lambda of Eq. 7: how hard a code is pulled to its class's centroid", least=0)
+    kl: float = knob(1.0, "weight of the KL term of Eq. 7", least=0)
+    distill_codes: float = knob(1.0, "weight of line 20: the old encoder teaches the new one", least=0)
+    distill_images: float = knob(1.0, "weight of line 21: the old autoencoder teaches the new one", least=0)
+    distill_form: str = knob("squared", "norms of lines 20 and 21: squared, or as printed", choices=("squared", "norm"))
+    distill_on: str = knob("all", "images that the old autoencoder teaches on", choices=("all", "replay"))
+    scale: str = knob(
+        "pixels", "pixels: the loss is divided by an image's numbers; printed: it is not", choices=("pixels", "printed")
+    )
+    alignment: str = knob("lennard-jones", "how the server places new centroids", choices=tuple(ALIGNMENTS))
+    spacing: float = knob(5.0, "sigma of Eq. 8: centroids rest 2^(1/6) sigma apart", above=0)
+    align_steps: int = knob(3000, "most steps of an alignment", least=1)
+    proposers: str = knob("everyone", "clients that propose centroids", choices=("everyone", "selected"))
+    selection: str = knob("round", "clients are selected once a round, or once a task", choices=("round", "task"))
+    centroids: str = knob(
+        "shared", "classify by the aligned centroids, or by each client's own class means",
+        choices=("shared", "per_client"),
+    )  # fmt: skip
+    exemplars: str = knob("codes", "what a client keeps of its images", choices=("codes", "images", "none"))
+    code_bits: str = knob("8", "bits for each number of a code that is kept", choices=BITS)
+    memory_share: float = knob(1.0, "share of the benchmark's memory that is used", least=0, most=1)
+    quota_over: str = knob(
+        "held", "memory is shared by the classes a client holds, or by all seen", choices=("held", "seen")
+    )
+    memory_update: str = knob("reencode", "line 26: codes are re-encoded, or stay", choices=("reencode", "frozen"))
+    global_replay: bool = knob(True, "line 9: make up images of classes the client holds no code of")
+    noise: float = knob(0.0, "sigma of line 9; 0 is the spread codes have: 1/sqrt(1 + 2 lambda)", least=0)
+    fresh_noise: bool = knob(False, "draw the noise of line 9 anew whenever an image is used, not once a task")
+    made_up: int = knob(0, "images made up for each such class; 0 is as many as the client's own have", least=0)
+
+
+@record
+class Model:
+    """The server's state, and what it broadcasts."""
+
+    weights: Weights  # theta_h
+    old_weights: Weights  # theta_{h-1}
+    centroids: Tensor  # p, a row for each class
+    seen: Tensor  # classes that have a centroid, as a mask
+    of_clients: Tensor  # p^c where centroids=per_client: (clients, classes, latent), infinite where one has no image
+    asked: Tensor  # old exemplars when the last task ended, by class
+    right: Tensor  # those of them that were classified rightly
+
+
+@record
+class Proposal:
+    """Unaligned centroids of one client's new classes, as sums: they add up over clients."""
+
+    sums: ByClass
+    counts: ByClass
+    count: int
+
+
+@record
+class Remembered:
+    """How one client's old exemplars were classified when the task ended, and its own class means if asked for."""
+
+    asked: Tensor
+    right: Tensor
+    means: ByClass
+
+
+@record
+class Memory:
+    """M^c: what one client keeps."""
+
+    codes: ByClass = field(default_factory=dict)  # latent exemplars less their centroid, packed; or images
+    scales: ByClass = field(default_factory=dict)
+
+
+class Server:  # Algorithm 1
+    """Places the centroids of new classes, and averages what the clients train."""
+
+    def __init__(self, config: Config, setting: Setting):  # 1
+        self.config, self.setting = config, setting
+        latent, capacity = latent_size(config, setting), setting.capacity
+        weights = weights_of(setting.autoencoder(latent, config.variational))  # 3
+        zeros, counts = torch.zeros(capacity, latent), torch.zeros(2, capacity, dtype=torch.int64)
+        self.state = Model(weights, weights, zeros, mask((), capacity), zeros.new_zeros(0, capacity, latent), *counts)
+
+    def broadcast(self) -> Model:
+        return self.state  # 2
+
+    def learn_task(self, task: Task, clients: Clients) -> Iterator[None]:  # 4
+        chosen = clients.sample()  # 5
+        if clients.once("align"):
+            self.state.old_weights = self.state.weights  # Algorithm 2, line 12
+            asked = clients.everyone() if self.config.proposers == "everyone" else chosen
+            proposals = clients.ask(asked, Client.propose_centroids, self.broadcast())  # 6
+            self.align(task, proposals.sum("sums") or {}, proposals.sum("counts") or {})  # 7
+        for _ in clients.rounds():  # 9
+            active = clients.sample() if self.config.selection == "round" else chosen
+            updates = clients.ask(active, Client.train, self.broadcast())  # 8, 10-13
+            self.state.weights = updates.mean("weights")  # 14
+            yield  # 15, 16
+        replies = clients.ask(clients.everyone(), Client.remember, self.broadcast())  # Algorithm 2, lines 26-28
+        if self.config.centroids == "per_client":
+            self.state.of_clients = table([reply.means for reply in replies], self.state.centroids)
+        for count in ("asked", "right"):
+            total = replies.sum(count)
+            setattr(self.state, count, torch.zeros_like(self.state.asked) if total is None else total)  # 17
+
+    def align(self, task: Task, sums: ByClass, counts: ByClass) -> None:
+        """Place the centroids of new classes beside the old ones, which stay; Eq. 9, mended."""
+        p, old = self.state.centroids.clone(), list(task.old)
+        proposed = {j: (sums[j] / counts[j]).to(p) for j in sums if j in task.new}
+        nobody_has_it = torch.stack(list(proposed.values())).mean(0) if proposed else torch.zeros_like(p[0])
+        start = torch.stack([proposed.get(j, nobody_has_it) for j in task.new])
+        start = placing.jittered(start, self.config.spacing, torch.Generator().manual_seed(seed_of("h", task.index)))
+        place = ALIGNMENTS[self.config.alignment]
+        p[list(task.new)] = place(start, p[old], self.config.spacing, steps=self.config.align_steps)
+        self.state.centroids, self.state.seen = p, mask(task.seen, self.setting.capacity).to(p.device)
+
+    def measured(self) -> dict[str, float | None]:
+        """Say how well old exemplars, decoded, are classified: far above real test images, it is the known failure."""
+        asked = int(self.state.asked.sum())
+        return {"old_exemplars": 100 * int(self.state.right.sum()) / asked if asked else None}
+
+
+class Client:  # Algorithm 2
+    """Replays what it has codes of and what it has not, trains, and re-encodes its memory."""
+
+    def __init__(self, config: Config, setting: Setting):
+        self.config, self.setting, self.latent = config, setting, latent_size(config, setting)
+        self.net, self.old = (setting.autoencoder(self.latent, config.variational) for _ in range(2))  # 1
+        self.bits, self.noise = int(config.code_bits), config.noise or (1 + 2 * config.pull) ** -0.5
+        self.at_once = max(1, 2**17 // math.prod(setting.shape[1:]))  # images through a network at a time
+
+    def networks(self) -> dict[str, nn.Module]:
+        return {"net": self.net, "old": self.old}
+
+    @remote
+    @torch.no_grad()
+    def propose_centroids(self, memory: Memory, data: LocalData, message: Model) -> Proposal:
+        loaded(self.net, message.weights)
+        sums = {j: self.encoded(data.of(j)).sum(0) for j in data.classes()}  # 13
+        return Proposal(sums, {j: (data.labels == j).sum() for j in sums}, len(data.labels))  # 14
+
+    @remote
+    def train(self, memory: Memory, data: LocalData, message: Model) -> Training[Update]:  # 3
+        load = {"net": message.weights}  # 12
+        distils = self.config.distill_codes + self.config.distill_images > 0
+        if data.task.old and (distils or self.config.fresh_noise):
+            load["old"] = message.old_weights
+        trained = yield Fit(
+            self.loss, load=load, trains=("net",), lr=self.config.lr, given=message.centroids,
+            pool=data.cached("interleaved", lambda generator: self.interleaved(memory, data, message, generator)),
+        )  # fmt: skip  # 15-17, 22-25
+        return Update(trained.weights, trained.count)
+
+    @torch.no_grad()
+    def interleaved(self, memory: Memory, data: LocalData, message: Model, generator: torch.Generator) -> Pool:
+        """Put what is replayed among the images of the task; `kind` is 0 for those, 1 if decoded, 2 if made up."""
+        loaded(self.old, message.old_weights)
+        images, labels, kinds = [data.images], [data.labels], [torch.zeros_like(data.labels)]  # 4
+        some = self.config.made_up or usual_number(memory, data)
+        for j in data.task.old:  # 5
+            if j in memory.codes:  # 6
+                replayed, kind = self.recalled(memory, message, j), 1  # 7
+            elif self.config.global_replay and some:  # 8
+                z = message.centroids[j] + self.noise * normal((some, self.latent), generator)
+                replayed, kind = self.decoded(z), 2  # 9
+            else:  # 10
+                continue
+            images.append(replayed)
+            labels.append(data.labels.new_full((len(replayed),), j))
+            kinds.append(torch.full_like(labels[-1], kind))
+        return Pool(torch.cat(images), torch.cat(labels), extra={"kind": torch.cat(kinds)})  # 11
+
+    def loss(self, nets: Nets, batch: Batch, centroids: Tensor) -> Tensor:
+        """Eq. 7 and the two distillation terms, averaged over a minibatch."""  # 18
+        c, net, old, p = self.config, nets["net"], nets.get("old"), centroids[batch.labels]
+        images = self.refreshed(old, batch, p) if c.fresh_noise and old is not None else batch.images
+        mean, logvar = net.encode(images)
+        if c.variational:
+            z = mean + (logvar / 2).exp() * normal(mean.shape, batch.generator)
+            clustering = c.kl * divergence_from_normal(mean, logvar) + c.pull * expected_squared_error(mean, logvar, p)
+        else:
+            z, clustering = mean, c.pull * squared_error(mean, p)
+        total = squared_error(net.decode(z), images) / 2 + clustering  # 19
+        if old is not None:
+            with torch.no_grad():
+                old_mean, _ = old.encode(images)
+                old_images = old.decode(old_mean)
+            gap = squared_error if c.distill_form == "squared" else norm_error
+            kept = c.distill_codes * gap(mean, old_mean)  # 20
+            kept = kept + c.distill_images * gap(net.decode(mean), old_images)  # 21
+            total = total + (kept if c.distill_on == "all" else kept * (batch.extra["kind"] > 0))
+        return total.mean() / (math.prod(self.setting.shape) if c.scale == "pixels" else 1)
+
+    def refreshed(self, old: nn.Module, batch: Batch, p: Tensor) -> Tensor:
+        """Make up anew what was made up in a batch."""
+        with torch.no_grad():
+            fresh = old.decode(p + self.noise * normal(p.shape, batch.generator))  # type: ignore[operator]
+            fresh = augmented(fresh, self.setting.augment, batch.generator)
+        return torch.where((batch.extra["kind"] == 2).view(-1, 1, 1, 1), fresh, batch.images)
+
+    @remote
+    @torch.no_grad()
+    def remember(self, memory: Memory, data: LocalData, message: Model) -> Remembered:
+        c, p = self.config, message.centroids
+        loaded(self.net, message.weights)
+        loaded(self.old, message.old_weights)
+        again = {j: self.encoded(self.recalled(memory, message, j)) for j in memory.codes}  # 26
+        before = again if c.memory_update == "reencode" else {j: self.restored(memory, message, j) for j in again}
+        new = shuffled(data)
+        codes: ByClass = {}
+        scales: ByClass = {}
+        for j, number in self.shares(memory, data).items():
+            fresh = new[j][:number] if j in new else data.images[:0]  # 28
+            if c.exemplars == "images":
+                codes[j] = torch.cat([fresh, memory.codes.get(j, fresh)[: number - len(fresh)]])
+            elif c.memory_update == "frozen" and len(fresh) == 0:
+                codes[j], scales[j] = memory.codes[j][:number], memory.scales[j]
+            else:
+                z = torch.cat([self.encoded(fresh), before.get(j, p[:0])[: number - len(fresh)]])
+                codes[j], scales[j] = packed(z - p[j], self.bits)
+        memory.codes, memory.scales = codes, scales
+        means = {}
+        if c.centroids == "per_client":
+            means = {j: z.mean(0) for j, z in (again | {j: self.encoded(images) for j, images in new.items()}).items()}
+        return Remembered(*judged(again, p, message.seen), means)  # 2, 27, 29
+
+    def shares(self, memory: Memory, data: LocalData) -> dict[int, int]:
+        """Say how many exemplars of each class to keep from now on; images count as the codes they stand for."""
+        classes = sorted({*memory.codes, *data.classes()}) if self.config.exemplars != "none" else []
+        held = {j: len(memory.codes.get(j, ())) + int((data.labels == j).sum()) for j in classes}
+        room = int(self.config.memory_share * self.setting.budget.at(data.task))
+        if self.config.quota_over == "seen":
+            room = room * len(held) // len(data.task.seen)
+        size = code_bytes(self.latent, self.bits)
+        return {j: n for j, n in shares(held, room, size, scale_bytes(self.bits), data.generator).items() if n}
+
+    def predict(self, message: Model, images: Tensor) -> Tensor:
+        codes, _ = loaded(self.net, message.weights).encode(images)  # type: ignore[operator]
+        if len(message.of_clients) == 0:
+            return placing.nearest(codes, message.centroids, message.seen)
+        return torch.stack([placing.nearest(codes, p, message.seen) for p in message.of_clients]).amax(0)
+
+    @torch.no_grad()
+    def look(self, memory: Memory, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:
+        loaded(self.old, message.weights)
+        new = shuffled(data)
+        return Pictures(
+            real={j: new[j][0] for j in classes if j in new},
+            kept={j: self.recalled(memory, message, j)[0] for j in classes if j in memory.codes},
+            made={j: self.decoded(message.centroids[j : j + 1])[0] for j in classes},
+        )
+
+    def encoded(self, images: Tensor) -> Tensor:
+        """Return f(images), with the weights last loaded."""
+        return in_parts(lambda part: self.net.encode(part)[0], images, self.at_once)
+
+    def decoded(self, codes: Tensor) -> Tensor:
+        """Return g(codes) as bytes, with the weights last loaded."""
+        return in_parts(lambda part: as_bytes(self.old.decode(part)), codes, self.at_once)
+
+    def restored(self, memory: Memory, message: Model, j: int) -> Tensor:
+        """Return the codes of a class as numbers."""
+        return unpacked(memory.codes[j], memory.scales[j], self.bits, self.latent) + message.centroids[j]
+
+    def recalled(self, memory: Memory, message: Model, j: int) -> Tensor:
+        """Return the exemplars of a class as images."""
+        kept = memory.codes[j]
+        return kept if self.config.exemplars == "images" else self.decoded(self.restored(memory, message, j))
+
+
+def latent_size(config: Config, setting: Setting) -> int:
+    """Return how many numbers a code has: a tenth of an image's, as Table 3 implies, unless set."""
+    return config.latent or max(1, round(math.prod(setting.shape) / 10))
+
+
+def normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Draw from the standard normal distribution, on the generator's device."""
+    return torch.randn(shape, generator=generator, device=generator.device)
+
+
+def shuffled(data: LocalData) -> ByClass:
+    """Return the images of each class in random order, the same whenever it is asked for in a task."""
+
+    def draw(generator: torch.Generator) -> ByClass:
+        own = {j: data.of(j) for j in data.classes()}
+        return {j: x[torch.randperm(len(x), generator=generator, device=x.device)] for j, x in own.items()}
+
+    return data.cached("shuffled", draw)
+
+
+def usual_number(memory: Memory, data: LocalData) -> int:
+    """Return how many exemplars of a class the client has on average, or images if it has no exemplar."""
+    numbers = [len(codes) for codes in memory.codes.values()] or [len(data.of(j)) for j in data.classes()]
+    return max(1, round(sum(numbers) / len(numbers))) if numbers else 0
+
+
+def judged(codes: ByClass, centroids: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Count for each class how many codes there are, and how many are nearest to their own centroid."""
+    asked, right = torch.zeros(2, len(centroids), dtype=torch.int64, device=centroids.device)
+    for j, z in codes.items():
+        asked[j], right[j] = len(z), (placing.nearest(z, centroids, seen).argmax(1) == j).sum()
+    return asked, right
+
+
+def table(means: list[ByClass], centroids: Tensor) -> Tensor:
+    """Lay the clients' class means side by side; a class that none of them has keeps its aligned centroid."""
+    rows = torch.full((len(means), *centroids.shape), math.inf)
+    for row, own in zip(rows, means, strict=True):
+        for j, mean in own.items():
+            row[j] = mean
+    nobody = rows.isinf().all(2).all(0)
+    return torch.where(nobody[:, None], centroids, rows)
+
+
+METHOD = Method(Config, Server, Client, Memory)
