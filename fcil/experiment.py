@@ -1,8 +1,8 @@
 """A run from beginning to end: builds what the plan names, drives the loop, writes the run folder.
 
-The folder holds config.toml, ledger.jsonl, checkpoint/, and at the end model.safetensors and result.json. What is in
-it is never half-written, so a run killed at any moment goes on from its last checkpoint and ends as if nothing had
-happened.
+The folder holds config.toml, ledger.jsonl, checkpoint/, replay.png where clients can show what they replay, and at the
+end model.safetensors and result.json. What is in it is never half-written, so a run killed at any moment goes on from
+its last checkpoint and ends as if nothing had happened.
 """
 
 import errno
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fcil.errors import UserError
+from fcil.federation.calls import Call
 from fcil.federation.clients import Cursor, Door
 from fcil.federation.engine import Engine, seeded
 from fcil.federation.in_process import InProcess
@@ -25,14 +26,16 @@ from fcil.federation.loop import Line, learn
 from fcil.federation.store import Checkpoints
 from fcil.files import sha256, write_text
 from fcil.machine import commit, peak, reset_peak
-from fcil.method import Method, Server, Setting
+from fcil.method import Method, Pictures, Server, Setting
 from fcil.methods import DEFAULT, family, method
 from fcil.plan import Plan, plan
 from fcil.records import flatten, unflatten, write_tensors
+from fcil.results.gallery import Gallery, shown
 from fcil.results.ledger import Ledger, read, result_of
 from fcil.results.runs import FORMAT, read_result
 from fcil.scenario.memory import budget
 from fcil.scenario.scenario import Scenario
+from fcil.scenario.tasks import Task
 
 
 def run(
@@ -92,6 +95,8 @@ def execute(wanted: Plan, folder: Path, device: str = "auto", every: float = 10.
                     ledger.append(_first_line(wanted, parts))
                 for line in learn(parts.scenario, parts.server, parts.door, parts.engine):
                     ledger.append(line)
+                    if line["kind"] == "task" and hasattr(parts.engine.client, "look"):
+                        _look(parts, parts.scenario.tasks[line["task"]], Gallery(folder))
                     if line["kind"] == "task" or (line["kind"] == "round" and checkpoints.due()):
                         _save(parts, checkpoints, ledger)
                     yield line
@@ -173,6 +178,29 @@ def _save(parts: Parts, checkpoints: Checkpoints, ledger: Ledger) -> None:
     checkpoints.save(
         {"cursor": asdict(parts.door.cursor), "ledger": ledger.offset}, flatten(parts.server.state), memories
     )
+
+
+def _look(parts: Parts, task: Task, gallery: Gallery) -> None:
+    """Show what the clients replay: of each class one exemplar, from its real image on, and what is made up for it."""
+    message = parts.engine.receive(parts.server.broadcast())
+    call = Call(parts.door.seed, task.index, parts.door.cursor.step, 0, 1)
+
+    def seen(client: int, classes: tuple[int, ...]) -> Pictures:
+        memory = parts.transport.memories.get(client) or parts.method.memory()
+        return parts.engine.look(client, memory, parts.scenario.local(client, task), message, call, classes)
+
+    held = parts.scenario.shares()[task.index]
+    rows = [j for j in shown(task.groups) if j in gallery.owners or j in task.new]
+    for j in (j for j in rows if j not in gallery.owners):
+        holders = [c for c in parts.scenario.present(task) if held[c, j]]
+        keepers = (c for c in holders if j in seen(c, (j,)).kept)
+        if holders:
+            gallery.owners[j] = next(keepers, holders[0])
+    for j, client in gallery.owners.items():
+        found = seen(client, (j,))
+        gallery.add(task.index, found.real if j in task.new else {}, found.kept, found.made)
+    if gallery.pictures:
+        gallery.save(parts.scenario.class_names, len(parts.scenario.tasks))
 
 
 def _first_line(wanted: Plan, parts: Parts) -> Line:

@@ -16,7 +16,8 @@ JITTER = 1e-3  # in sigma
 
 def nearest(codes: Tensor, centroids: Tensor, seen: Tensor) -> Tensor:
     """Score each class by the negative distance of its centroid; classes not seen are ruled out."""
-    return -(codes[:, None] - centroids).norm(dim=2).masked_fill(~seen, math.inf)
+    distances: Tensor = torch.linalg.vector_norm(codes[:, None] - centroids, dim=2)
+    return -distances.masked_fill(~seen, math.inf)
 
 
 def jittered(points: Tensor, sigma: float, generator: torch.Generator) -> Tensor:

@@ -27,7 +27,8 @@ def unpacked(stored: Tensor, scale: Tensor, bits: int, width: int) -> Tensor:
     places = torch.arange(8, device=stored.device)
     all_bits = ((stored.unsqueeze(2) >> places) & 1).flatten(1)[:, : width * bits].view(len(stored), width, bits)
     levels = (all_bits << torch.arange(bits, device=stored.device)).sum(2)
-    return (levels / (2**bits - 1) * 2 - 1).to(torch.get_default_dtype()) * scale
+    shares: Tensor = levels / (2**bits - 1) * 2 - 1
+    return shares.to(torch.get_default_dtype()) * scale
 
 
 def code_bytes(width: int, bits: int) -> int:

@@ -44,7 +44,8 @@ def squared_error(one: Tensor, other: Tensor) -> Tensor:
 
 def norm_error(one: Tensor, other: Tensor) -> Tensor:
     """Euclidean distance of each row, or image, to its counterpart: (N,); its gradient at 0 is 0."""
-    return torch.linalg.vector_norm((one - other).flatten(1), dim=1)
+    distance: Tensor = torch.linalg.vector_norm((one - other).flatten(1), dim=1)
+    return distance
 
 
 def divergence_from_normal(mean: Tensor, logvar: Tensor) -> Tensor:

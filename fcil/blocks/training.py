@@ -22,7 +22,7 @@ def loaded(net: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
 
 def in_parts(function: Callable[[Tensor], Tensor], rows: Tensor, size: int) -> Tensor:
     """Return `function(rows)`, computed on `size` rows at a time."""
-    return torch.cat([function(part) for part in rows.split(size)])
+    return torch.cat([function(part) for part in torch.split(rows, size)])
 
 
 def as_bytes(images: Tensor) -> Tensor:

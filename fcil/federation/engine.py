@@ -18,7 +18,7 @@ from fcil.blocks.augment import augmented
 from fcil.blocks.training import weights_of
 from fcil.errors import UserError
 from fcil.federation.calls import Answered, Call
-from fcil.method import Batch, Fit, Method, Pool, Setting, Trained
+from fcil.method import Batch, Fit, Method, Pictures, Pool, Setting, Trained
 from fcil.records import flatten, size_in_bytes, unflatten
 from fcil.scenario.benchmarks import Protocol
 from fcil.scenario.tasks import LocalData
@@ -49,15 +49,14 @@ class Engine:
     ) -> Answered:
         """Run one answer; where it trains, do what it describes."""
         images, losses = 0, list[Tensor]()
-        generator = torch.Generator(self.device).manual_seed(seed_of(call.seed, who, call.step))
-        data = replace(data, generator=generator, cache_seed=seed_of(call.seed, who, "cache", call.task))
+        data = self._seeded(data, who, call)
         with threads(1), seeded(call.seed, who, call.step, "stray"):
             reply = handler(self.client, memory, data, message)
             if isinstance(reply, Generator):
                 try:
                     fit = next(reply)
                     while True:
-                        trained = self.fit(fit, call, generator)
+                        trained = self.fit(fit, call, data.generator)
                         images, losses = images + trained.count, [*losses, *([trained.loss] if trained.count else [])]
                         fit = reply.send(trained)
                 except StopIteration as end:
@@ -66,6 +65,18 @@ class Engine:
             raise UserError(f"{handler.__qualname__} answers with a {type(reply).__name__}; it must be a record")
         loss = losses[-1] if losses else float("nan")
         return Answered(reply, size_in_bytes(memory), loss, images)
+
+    def look(
+        self, who: int, memory: Any, data: LocalData, message: Any, call: Call, classes: tuple[int, ...]
+    ) -> Pictures:
+        """Return what a client that can show its memory shows of some classes; nothing of it leaves the machine."""
+        with threads(1):
+            seen: Pictures = self.client.look(memory, self._seeded(data, who, call), message, classes)  # type: ignore
+        return seen
+
+    def _seeded(self, data: LocalData, who: int, call: Call) -> LocalData:
+        generator = torch.Generator(self.device).manual_seed(seed_of(call.seed, who, call.step))
+        return replace(data, generator=generator, cache_seed=seed_of(call.seed, who, "cache", call.task))
 
     def fit(self, fit: Fit, call: Call, generator: torch.Generator) -> Trained:
         """Do a local training."""

@@ -6,7 +6,7 @@ shows progress, writes the ledger, saves checkpoints or stops; there are no call
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -62,8 +62,11 @@ def _task_line(task: Task, scenario: Scenario, server: Server, clients: Door, en
     present = clients.everyone()
     kept = [clients.cursor.kept.get(c, 0) for c in present]
     held = [scenario.held(c, task).tolist() for c in present]
+    old = sum(counts["total"][:-1])
+    measured: Callable[[], Line] = getattr(server, "measured", dict)
     return {
         "kind": "task", "task": task.index, **counts, "per_client": per_client(counts["per_class"], held),
+        "old": round(100 * sum(counts["correct"][:-1]) / old, 4) if old else None, "measured": measured(),
         "clients": len(present), "lost": tally.lost, "seconds": dict(tally.seconds), "down": tally.down, "up": tally.up,
         "kept": sum(kept), "kept_max": max(kept, default=0),
     }  # fmt: skip

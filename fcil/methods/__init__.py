@@ -22,7 +22,7 @@ class Entry(NamedTuple):
     module: str
     family: str  # "bound": shows what is possible, and may keep more than the benchmark's memory
     sentence: str
-    preset: Mapping[str, Any] = MappingProxyType({})  # knobs that make it what it is: an ablation is one file's other form
+    preset: Mapping[str, Any] = MappingProxyType({})  # the knobs that make an ablation of its file's method
 
 
 HR_LITERAL = "fcil.methods.hr_literal"

@@ -40,7 +40,11 @@ class Config:
     lr: float = knob(0.03, "learning rate of the clients' SGD", above=0)
     latent: int = knob(0, "numbers in a code; 0 is a tenth of an image's", least=0)
     variational: bool = knob(True, "variational autoencoder; false is a deterministic one, without KL term")
-    pull: float = knob(100.0, "lambda of Eq. 7: how hard a code is pulled to its class's centroid", least=0)
+    pull: float = knob(
+        0.0,
+        "lambda of Eq. 7, the pull of a code to its centroid; 0 is 1/30 of an image's numbers: 102 at 32x32",
+        least=0,
+    )
     kl: float = knob(1.0, "weight of the KL term of Eq. 7", least=0)
     distill_codes: float = knob(1.0, "weight of line 20: the old encoder teaches the new one", least=0)
     distill_images: float = knob(1.0, "weight of line 21: the old autoencoder teaches the new one", least=0)
@@ -165,7 +169,8 @@ class Client:  # Algorithm 2
     def __init__(self, config: Config, setting: Setting):
         self.config, self.setting, self.latent = config, setting, latent_size(config, setting)
         self.net, self.old = (setting.autoencoder(self.latent, config.variational) for _ in range(2))  # 1
-        self.bits, self.noise = int(config.code_bits), config.noise or (1 + 2 * config.pull) ** -0.5
+        self.bits, self.pull = int(config.code_bits), config.pull or math.prod(setting.shape) / 30
+        self.noise = config.noise or (1 + 2 * self.pull) ** -0.5
         self.at_once = max(1, 2**17 // math.prod(setting.shape[1:]))  # images through a network at a time
 
     def networks(self) -> dict[str, nn.Module]:
@@ -216,9 +221,11 @@ class Client:  # Algorithm 2
         mean, logvar = net.encode(images)
         if c.variational:
             z = mean + (logvar / 2).exp() * normal(mean.shape, batch.generator)
-            clustering = c.kl * divergence_from_normal(mean, logvar) + c.pull * expected_squared_error(mean, logvar, p)
+            clustering = c.kl * divergence_from_normal(mean, logvar) + self.pull * expected_squared_error(
+                mean, logvar, p
+            )
         else:
-            z, clustering = mean, c.pull * squared_error(mean, p)
+            z, clustering = mean, self.pull * squared_error(mean, p)
         total = squared_error(net.decode(z), images) / 2 + clustering  # 19
         if old is not None:
             with torch.no_grad():

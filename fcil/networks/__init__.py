@@ -17,5 +17,5 @@ def build(name: str, shape: tuple[int, int, int], classes: int) -> Classifier:
 
 def build_autoencoder(name: str, shape: tuple[int, int, int], latent: int, variational: bool) -> AutoEncoder:
     """Return an autoencoder whose encoder has the named body; its decoder begins as wide as the body does."""
-    body = BODIES[name](shape[0])
+    body: ResNet18 | SmallNet = BODIES[name](shape[0])  # type: ignore[assignment]
     return AutoEncoder(Encoder(body, latent, variational), Decoder(latent, shape, body.begins))

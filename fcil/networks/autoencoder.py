@@ -71,7 +71,8 @@ class Decoder(nn.Module):
         x = self.norms[0](self.linear(codes).view(-1, self.maps, self.grid, self.grid))
         for factor, convolution, norm in zip(self.enlarge, self.convolutions[:2], self.norms[1:], strict=True):
             x = F.leaky_relu(norm(convolution(F.interpolate(x, scale_factor=float(factor)))), 0.2)
-        return self.convolutions[2](x)[..., : self.side, : self.side].sigmoid()
+        images: Tensor = self.convolutions[2](x)[..., : self.side, : self.side].sigmoid()
+        return images
 
 
 def enlargements(side: int) -> tuple[int, int, int]:

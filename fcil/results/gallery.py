@@ -1,0 +1,90 @@
+"""What a simulated federation replays, as pictures: replay.png in the run folder, a row for each class shown.
+
+A row follows one exemplar of one client: the real image, what the client's memory gives back after each task, and what
+the last model makes up for the class. The tensors behind it are in replay.safetensors, so a resumed run goes on with
+its gallery.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from fcil.files import whole
+from fcil.records import read_tensors, write_tensors
+
+ROWS = 20  # classes shown, at least one of each task
+CELL = 48  # least side of a picture on the page, in pixels
+GAP, LABELS, HEADER = 4, 120, 22
+PAPER, INK, BLANK = (255, 255, 255), (40, 40, 40), (235, 235, 235)
+
+
+def shown(groups: Sequence[Sequence[int]]) -> list[int]:
+    """Return the classes that get a row: the first ones of each task."""
+    each = max(1, ROWS // max(1, len(groups)))
+    return [j for group in groups for j in group[:each]]
+
+
+class Gallery:
+    """The pictures of a run so far: uint8 (channels, height, width) each."""
+
+    def __init__(self, folder: Path):
+        self.tensors_at, self.picture_at = folder / "replay.safetensors", folder / "replay.png"
+        self.pictures: dict[str, Tensor] = {}
+        self.owners: dict[int, int] = {}  # class -> the client whose exemplar is followed
+        if self.tensors_at.exists():
+            self.pictures, facts = read_tensors(self.tensors_at)
+            self.owners = {int(j): client for j, client in json.loads(facts["owners"]).items()}
+
+    def add(
+        self, task: int, real: Mapping[int, Tensor], kept: Mapping[int, Tensor], made: Mapping[int, Tensor]
+    ) -> None:
+        """Add what was seen after a task."""
+        for name, images in ((f"{task}/real", real), (f"{task}/kept", kept), (f"{task}/made", made)):
+            self.pictures |= {f"{name}/{j}": image.cpu() for j, image in images.items()}
+
+    def save(self, class_names: Sequence[str], tasks: int) -> None:
+        """Write the tensors and draw the page."""
+        write_tensors(self.tensors_at, self.pictures, {"owners": json.dumps(self.owners)})
+        with whole(self.picture_at) as partial:
+            self.page(class_names, tasks).save(partial, format="PNG")
+
+    def page(self, class_names: Sequence[str], tasks: int) -> Image.Image:
+        """Draw the page: rows are classes, columns the real image, the exemplar after each task, the made-up one."""
+        side = next(iter(self.pictures.values())).shape[-1]
+        cell = side * max(1, -(-CELL // side))
+        rows = sorted({int(name.split("/")[2]) for name in self.pictures})
+        columns = ["real", *(f"after {t + 1}" for t in range(tasks)), "centroid"]
+        page = Image.new("RGB", (LABELS + len(columns) * (cell + GAP), HEADER + len(rows) * (cell + GAP)), PAPER)
+        draw, font = ImageDraw.Draw(page), ImageFont.load_default(12)
+        for x, title in enumerate(columns):
+            draw.text((LABELS + x * (cell + GAP) + cell / 2, HEADER / 2), title, INK, font, anchor="mm")
+        for y, j in enumerate(rows):
+            top = HEADER + y * (cell + GAP)
+            draw.text((LABELS - 8, top + cell / 2), _shortened(class_names[j]), INK, font, anchor="rm")
+            for x, picture in enumerate(self._row(j, tasks)):
+                left = LABELS + x * (cell + GAP)
+                if picture is None:
+                    draw.rectangle((left, top, left + cell - 1, top + cell - 1), BLANK)
+                else:
+                    page.paste(_image(picture).resize((cell, cell), Image.Resampling.NEAREST), (left, top))
+        return page
+
+    def _row(self, j: int, tasks: int) -> list[Tensor | None]:
+        real = [self.pictures.get(f"{t}/real/{j}") for t in range(tasks)]
+        made = [self.pictures.get(f"{t}/made/{j}") for t in range(tasks)]
+        first = next((picture for picture in real if picture is not None), None)
+        last = next((picture for picture in reversed(made) if picture is not None), None)
+        return [first, *(self.pictures.get(f"{t}/kept/{j}") for t in range(tasks)), last]
+
+
+def _image(picture: Tensor) -> Image.Image:
+    colours = picture.expand(3, -1, -1) if len(picture) != 3 else picture
+    return Image.fromarray(colours.to(torch.uint8).permute(1, 2, 0).contiguous().numpy())
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= 16 else name[:15] + "…"
