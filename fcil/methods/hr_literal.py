@@ -37,7 +37,7 @@ ALIGNMENTS = {
 class Config:
     """The knobs; what the paper leaves open is chosen as PAPER.md says."""
 
-    lr: float = knob(0.03, "learning rate of the clients' SGD", above=0)
+    lr: float = knob(0.1, "learning rate of the clients' SGD", above=0)
     latent: int = knob(0, "numbers in a code; 0 is a tenth of an image's", least=0)
     variational: bool = knob(True, "variational autoencoder; false is a deterministic one, without KL term")
     pull: float = knob(
