@@ -190,8 +190,7 @@ def _look(parts: Parts, task: Task, gallery: Gallery) -> None:
         return parts.engine.look(client, memory, parts.scenario.local(client, task), message, call, classes)
 
     held = parts.scenario.shares()[task.index]
-    rows = [j for j in shown(task.groups) if j in gallery.owners or j in task.new]
-    for j in (j for j in rows if j not in gallery.owners):
+    for j in shown(task.new, len(parts.scenario.tasks)):
         holders = [c for c in parts.scenario.present(task) if held[c, j]]
         keepers = (c for c in holders if j in seen(c, (j,)).kept)
         if holders:

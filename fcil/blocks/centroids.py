@@ -5,9 +5,12 @@ Eq. 8 counts each pair twice, which changes no direction.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from fcil.records import ByClass
 
 REST = 2 ** (1 / 6)  # the distance, in sigma, at which two points neither attract nor repel each other
 LONGEST_STEP = 0.05  # in sigma: at small distances gradients have no bound
@@ -18,6 +21,27 @@ def nearest(codes: Tensor, centroids: Tensor, seen: Tensor) -> Tensor:
     """Score each class by the negative distance of its centroid; classes not seen are ruled out."""
     distances: Tensor = torch.linalg.vector_norm(codes[:, None] - centroids, dim=2)
     return -distances.masked_fill(~seen, math.inf)
+
+
+def counted(codes: ByClass, centroids: Tensor, seen: Tensor) -> Tensor:
+    """Count for each class how many codes there are, and how many are nearest to their own centroid: (2, classes)."""
+    counts = torch.zeros(2, len(centroids), dtype=torch.int64, device=centroids.device)
+    for j, z in codes.items():
+        counts[0, j], counts[1, j] = len(z), (nearest(z, centroids, seen).argmax(1) == j).sum()
+    return counts
+
+
+def side_by_side(means: Sequence[ByClass], centroids: Tensor) -> Tensor:
+    """Lay clients' class means side by side, infinite where a client has none: (clients, classes, latent).
+
+    A class that no client has keeps its shared centroid.
+    """
+    rows = torch.full((len(means), *centroids.shape), math.inf, dtype=centroids.dtype)
+    for row, own in zip(rows, means, strict=True):
+        for j, mean in own.items():
+            row[j] = mean
+    nobody = rows.isinf().all(2).all(0)
+    return torch.where(nobody[:, None], centroids, rows)
 
 
 def jittered(points: Tensor, sigma: float, generator: torch.Generator) -> Tensor:

@@ -1,8 +1,27 @@
-"""How many exemplars of which class fit into a memory of so many bytes."""
+"""Exemplars: which images, and how many of which class fit into a memory of so many bytes."""
 
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
+
+from fcil.records import ByClass
+from fcil.scenario.tasks import LocalData
+
+
+def shuffled(data: LocalData) -> ByClass:
+    """Return the images of each class in random order, the same whenever it is asked for in a task."""
+
+    def draw(generator: torch.Generator) -> ByClass:
+        own = {j: data.of(j) for j in data.classes()}
+        return {j: x[torch.randperm(len(x), generator=generator, device=x.device)] for j, x in own.items()}
+
+    return data.cached("shuffled", draw)
+
+
+def labels_of(rows: ByClass) -> Tensor:
+    """Return a label for each row, class after class."""
+    return torch.tensor([j for j, own in rows.items() for _ in own], dtype=torch.int64)
 
 
 def shares(held: Mapping[int, int], room: int, unit: int, each: int, generator: torch.Generator) -> dict[int, int]:

@@ -1,11 +1,11 @@
-"""Weights into and out of a network."""
+"""Weights into and out of a network, images through it, noise to draw."""
 
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from fcil.records import Weights
+from fcil.records import ByClass, Weights
 
 
 def weights_of(net: nn.Module) -> Weights:
@@ -23,6 +23,19 @@ def loaded(net: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
 def in_parts(function: Callable[[Tensor], Tensor], rows: Tensor, size: int) -> Tensor:
     """Return `function(rows)`, computed on `size` rows at a time."""
     return torch.cat([function(part) for part in torch.split(rows, size)])
+
+
+def by_class(function: Callable[[Tensor], Tensor], rows: ByClass) -> ByClass:
+    """Return `function` of the rows of every class, computed on all of them at once."""
+    if not rows:
+        return {}
+    done = function(torch.cat(list(rows.values())))
+    return dict(zip(rows, torch.split(done, [len(own) for own in rows.values()]), strict=True))
+
+
+def normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Draw from the standard normal distribution, on the generator's device."""
+    return torch.randn(shape, generator=generator, device=generator.device)
 
 
 def as_bytes(images: Tensor) -> Tensor:

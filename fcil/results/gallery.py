@@ -22,10 +22,9 @@ GAP, LABELS, HEADER = 4, 120, 22
 PAPER, INK, BLANK = (255, 255, 255), (40, 40, 40), (235, 235, 235)
 
 
-def shown(groups: Sequence[Sequence[int]]) -> list[int]:
-    """Return the classes that get a row: the first ones of each task."""
-    each = max(1, ROWS // max(1, len(groups)))
-    return [j for group in groups for j in group[:each]]
+def shown(classes: Sequence[int], tasks: int) -> Sequence[int]:
+    """Return which of a task's classes get a row, if there are so many tasks in all: its first ones."""
+    return classes[: max(1, ROWS // tasks)]
 
 
 class Gallery:
