@@ -20,7 +20,7 @@ import torch
 from fcil.errors import UserError
 from fcil.federation.calls import Call
 from fcil.federation.clients import Cursor, Door
-from fcil.federation.engine import Engine, seeded
+from fcil.federation.engine import Engine, seeded, threads
 from fcil.federation.in_process import InProcess
 from fcil.federation.loop import Line, learn
 from fcil.federation.store import Checkpoints
@@ -80,7 +80,7 @@ def finished(folder: Path, wanted: Plan) -> bool:
 
 def execute(wanted: Plan, folder: Path, device: str = "auto", every: float = 10.0) -> Iterator[Line]:
     """Do a run, or what is left of it, in `folder`; yield the ledger's new lines as they are written."""
-    with _said_plainly(folder), _locked(folder):
+    with _said_plainly(folder), _locked(folder), threads(1):  # a server computes little; evaluation takes all cores
         reset_peak()
         parts = assemble(wanted, device)
         if not (folder / "config.toml").exists():
@@ -90,6 +90,7 @@ def execute(wanted: Plan, folder: Path, device: str = "auto", every: float = 10.
             counts, path = _restore(parts, checkpoints), folder / "ledger.jsonl"
             if not counts and path.exists():
                 path.replace(folder / "ledger.jsonl.lost")  # no checkpoint is whole: the run starts over
+                Gallery.remove(folder)
             with Ledger.open(path, counts or None) as ledger:
                 if ledger.offset == 0:
                     ledger.append(_first_line(wanted, parts))
@@ -189,13 +190,13 @@ def _look(parts: Parts, task: Task, gallery: Gallery) -> None:
         memory = parts.transport.memories.get(client) or parts.method.memory()
         return parts.engine.look(client, memory, parts.scenario.local(client, task), message, call, classes)
 
-    held = parts.scenario.shares()[task.index]
+    present, held = parts.scenario.present(task), parts.scenario.shares()[task.index]
     for j in shown(task.new, len(parts.scenario.tasks)):
-        holders = [c for c in parts.scenario.present(task) if held[c, j]]
+        holders = [c for c in present if held[c, j]]
         keepers = (c for c in holders if j in seen(c, (j,)).kept)
         if holders:
             gallery.owners[j] = next(keepers, holders[0])
-    for j, client in gallery.owners.items():
+    for j, client in ((j, client) for j, client in gallery.owners.items() if client in present):
         found = seen(client, (j,))
         gallery.add(task.index, found.real if j in task.new else {}, found.kept, found.made)
     if gallery.pictures:

@@ -1,7 +1,7 @@
 """Losses against known answers (methods.md 11), hand-computed values, and tracing."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,8 +10,19 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fcil.blocks.losses import cross_entropy, distillation, masked, squared_distance, weighted_distance
+from fcil.blocks.losses import (
+    cross_entropy,
+    distillation,
+    divergence_from_normal,
+    expected_squared_error,
+    masked,
+    norm_error,
+    squared_distance,
+    squared_error,
+    weighted_distance,
+)
 from fcil.experiment import Parts, assemble
+from fcil.federation.engine import threads
 from fcil.method import Batch, Fit
 from fcil.methods import METHODS
 from fcil.records import flatten, unflatten
@@ -22,6 +33,13 @@ LABELS = torch.tensor([2, 1])
 TEACHER = torch.tensor([[2.0, 1.0, 7.0, 7.0], [-1.0, 0.5, -7.0, 0.0]])  # what it says of the new classes is no matter
 ALL, OLD, NEW = torch.ones(4, dtype=torch.bool), torch.tensor([1, 1, 0, 0]).bool(), torch.tensor([0, 0, 1, 1]).bool()
 NONE = torch.zeros(4, dtype=torch.bool)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """As clients compute; on a busy machine, a second thread only waits for the first."""
+    with threads(1):
+        yield
 
 
 def test_masked_rules_classes_out() -> None:
@@ -101,12 +119,117 @@ def test_the_gradient_of_a_distance_pulls_back() -> None:
     assert here["w"].grad.tolist() == [3.0, 2.0]
 
 
+# -- the terms of an autoencoder's loss --------------------------------------------------------------------------------
+
+
+def doubles(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (2, 1, 2, 2), (2, 4, 1, 1)])
+def test_errors_of_rows_and_of_images_by_hand(shape: tuple[int, ...]) -> None:
+    one, other = doubles([[1, 2, 3, 4], [0, 0, 0, 0]]).view(shape), doubles([[1, 0, 0, 4], [3, 0, 4, 0]]).view(shape)
+    assert squared_error(one, other).tolist() == squared_error(other, one).tolist() == [4 + 9, 9 + 16]
+    assert norm_error(one, other).tolist() == norm_error(other, one).tolist() == pytest.approx([math.sqrt(13), 5])
+    assert squared_error(one, one).tolist() == norm_error(one, one).tolist() == [0, 0]
+
+
+def test_a_norm_pulls_with_the_same_force_from_everywhere_and_with_none_at_zero() -> None:
+    here = doubles([[3, 4], [0, 0], [3e-9, 4e-9]]).requires_grad_()
+    norm_error(here, torch.zeros_like(here)).sum().backward()
+    assert here.grad[1].tolist() == [0, 0]
+    assert torch.allclose(here.grad[[0, 2]], doubles([[0.6, 0.8], [0.6, 0.8]]))
+
+
+def test_the_divergence_from_the_standard_normal_by_hand() -> None:
+    mean, logvar = doubles([[0, 0], [3, 4], [0, 0], [1, 0]]), doubles([[0, 0], [0, 0], [math.log(4), 0], [0, -1]])
+    expected = [0, 25 / 2, (3 - math.log(4)) / 2, (1 + math.exp(-1)) / 2]
+    assert divergence_from_normal(mean, logvar).tolist() == pytest.approx(expected)
+
+
+def test_the_divergence_is_that_of_the_distributions() -> None:
+    mean, logvar = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ours = torch.distributions.Normal(mean, (logvar / 2).exp())
+    standard = torch.distributions.Normal(torch.zeros_like(mean), torch.ones_like(mean))
+    expected = torch.distributions.kl_divergence(ours, standard).sum(1)
+    assert torch.allclose(divergence_from_normal(mean, logvar), expected)
+
+
+def test_the_expected_error_by_hand() -> None:
+    mean, target = doubles([[1, 2], [1, 2]]), doubles([[0, 4], [1, 2]])
+    logvar = doubles([[0, math.log(9)], [-800, -800]])
+    assert expected_squared_error(mean, logvar, target).tolist() == pytest.approx([1 + 4 + 1 + 9, 0])
+
+
+def test_the_expected_error_is_what_draws_have_on_average() -> None:
+    generator = torch.Generator().manual_seed(0)
+    mean, logvar, target = torch.randn(3, 1, 6, generator=generator, dtype=torch.float64)
+    draws = mean + (logvar / 2).exp() * torch.randn(100_000, 6, generator=generator, dtype=torch.float64)
+    errors = squared_error(draws, target.expand_as(draws))
+    off = (errors.mean() - expected_squared_error(mean, logvar, target)).abs()
+    assert off < 4 * errors.std() / math.sqrt(len(errors)) < 0.1
+
+
+def minimiser(loss: Callable[..., Tensor], *start: Tensor) -> list[Tensor]:
+    """Where the loss is least, found by descent."""
+    found = [value.clone().requires_grad_() for value in start]
+    descent = torch.optim.LBFGS(
+        found, max_iter=500, tolerance_grad=1e-12, tolerance_change=0, line_search_fn="strong_wolfe"
+    )
+
+    def slope() -> Tensor:
+        descent.zero_grad()
+        total = loss(*found).sum()
+        total.backward()
+        return total
+
+    descent.step(slope)
+    return [value.detach() for value in found]
+
+
+P, OLD_CODE = doubles([[3.0, -2.0, 0.5]]), doubles([[-1.0, 1.0, 4.0]])  # a centroid, and what the old encoder says
+
+
+@pytest.mark.parametrize("pull", [1.0, 10.0, 100.0])
+def test_the_divergence_draws_a_code_from_its_centroid_and_leaves_it_a_spread(pull: float) -> None:
+    def loss(mean: Tensor, logvar: Tensor) -> Tensor:
+        return divergence_from_normal(mean, logvar) + pull * expected_squared_error(mean, logvar, P)
+
+    mean, logvar = minimiser(loss, torch.zeros_like(P), torch.zeros_like(P))
+    assert torch.allclose(mean, P * 2 * pull / (1 + 2 * pull), atol=1e-6)
+    assert torch.allclose(logvar.exp(), torch.full_like(P, 1 / (1 + 2 * pull)), rtol=1e-6)
+    if pull == 100.0:
+        assert (mean / P).tolist()[0] == pytest.approx([0.995] * 3, abs=1e-4)
+        assert (logvar / 2).exp().tolist()[0] == pytest.approx([0.0705] * 3, abs=1e-4)
+
+
+@pytest.mark.parametrize(("pull", "weight"), [(1.0, 1.0), (100.0, 1.0), (10.0, 30.0)])
+def test_squared_distillation_makes_a_code_lag_by_a_share_of_its_way(pull: float, weight: float) -> None:
+    (code,) = minimiser(lambda z: pull * squared_error(z, P) + weight * squared_error(z, OLD_CODE), OLD_CODE)
+    assert torch.allclose(code, (pull * P + weight * OLD_CODE) / (pull + weight), atol=1e-6)
+    assert torch.allclose(code - P, weight / (pull + weight) * (OLD_CODE - P), atol=1e-6)
+
+
+@pytest.mark.parametrize(("pull", "weight"), [(1.0, 1.0), (100.0, 1.0), (10.0, 30.0)])
+def test_distillation_of_a_norm_makes_a_code_lag_by_a_distance(pull: float, weight: float) -> None:
+    (code,) = minimiser(lambda z: pull * squared_error(z, P) + weight * norm_error(z, OLD_CODE), P + 0.1)
+    assert norm_error(code, P).item() == pytest.approx(weight / (2 * pull), rel=1e-6)
+    towards = (OLD_CODE - P) / norm_error(OLD_CODE, P)
+    assert torch.allclose(code, P + weight / (2 * pull) * towards, atol=1e-6)
+
+
 # -- a loss is a pure tensor function: it can be traced without values -------------------------------------------------
 
+Inputs = tuple[Tensor, Tensor, dict[str, Tensor]]  # images, labels, extra
+CASES = [pytest.param(method, {}, id=method) for method in METHODS] + [
+    pytest.param("hr-literal", {"fresh_noise": True, "distill_on": "replay", "distill_form": "norm"}, id="hr-fresh"),
+    pytest.param("hr-literal", {"variational": False, "scale": "printed"}, id="hr-deterministic"),
+]
 
-def last_fits(method: str) -> list[tuple[Parts, Fit]]:
+
+def last_fits(method: str, settings: dict[str, Any]) -> list[tuple[Parts, Fit]]:
     """Every kind of Fit that a method yields in its second task, with the networks it is for."""
-    parts = assemble(tiny_plan(method, tasks=2, rounds=1, steps=1), "cpu")
+    parts = assemble(tiny_plan(method, tasks=2, rounds=1, steps=1, **settings), "cpu")
     caught: dict[object, Fit] = {}
     do = parts.engine.fit
 
@@ -125,18 +248,33 @@ def last_fits(method: str) -> list[tuple[Parts, Fit]]:
     return [(parts, wanted) for wanted in caught.values()]
 
 
-def a_batch(parts: Parts, fit: Fit, images: Tensor, labels: Tensor) -> Batch:
+def some_inputs(parts: Parts, fit: Fit, rows: slice, seed: int) -> Inputs:
+    """Images that are noise, with the labels and the extra of these rows of the pool."""
+    labels = fit.pool.labels[rows]
+    images = torch.rand(len(labels), *parts.setting.shape, generator=torch.Generator().manual_seed(seed))
+    return images, labels, {name: values[rows] for name, values in fit.pool.extra.items()}
+
+
+def loss_of(parts: Parts, fit: Fit, given: Any, generator: torch.Generator) -> Callable[..., Tensor]:
+    """The loss as the engine calls it: with the networks that are loaded, of which some train."""
     parts.engine._thaw(fit.trains)
+    nets = {name: parts.engine.nets[name] for name in fit.load}
     beside = {
-        name: Batch(pool.images[:4].float(), pool.labels[:4], torch.Generator())
+        name: Batch(pool.images[:4].float(), pool.labels[:4], generator)
         for name, pool in fit.beside.items()
         if len(pool)
     }
-    return Batch(images, labels, torch.Generator(), beside)
+
+    def loss(images: Tensor, labels: Tensor, extra: dict[str, Tensor]) -> Tensor:
+        return fit.loss(nets, Batch(images, labels, generator, extra, beside), given)
+
+    return loss
 
 
-def loss_of(parts: Parts, fit: Fit) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda images, labels: fit.loss(parts.engine.nets, a_batch(parts, fit, images, labels), fit.given)
+def evaluated(function: Callable[..., Tensor], inputs: Inputs, generator: torch.Generator, seed: int) -> Tensor:
+    """Evaluate a loss, or its graph, which draws from the generator it was traced with, on the same random stream."""
+    generator.manual_seed(seed)
+    return function(*inputs)
 
 
 def faked(mode: FakeTensorMode, given: Any) -> Any:
@@ -145,28 +283,29 @@ def faked(mode: FakeTensorMode, given: Any) -> Any:
     return unflatten(type(given), {n: mode.from_tensor(t) if t.ndim else t for n, t in flatten(given).items()})
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_loss_runs_without_values(method: str) -> None:
-    for parts, fit in last_fits(method):
+@pytest.mark.parametrize(("method", "settings"), CASES)
+def test_every_loss_runs_without_values(method: str, settings: dict[str, Any]) -> None:
+    for parts, fit in last_fits(method, settings):
+        images, labels, extra = some_inputs(parts, fit, slice(4), 0)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # knows shapes only: reading a value raises
-            given = faked(mode, fit.given)
-            images = mode.from_tensor(torch.rand(4, *parts.setting.shape))
-            labels = mode.from_tensor(torch.zeros(4, dtype=torch.int64))
-            loss = fit.loss(parts.engine.nets, a_batch(parts, fit, images, labels), given)
-            assert loss.shape == () and loss.requires_grad
-            loss.backward()
+            loss = loss_of(parts, fit, faked(mode, fit.given), torch.Generator())
+            known = {name: mode.from_tensor(values) for name, values in extra.items()}
+            total = loss(mode.from_tensor(images), mode.from_tensor(labels), known)
+            assert total.shape == () and total.requires_grad
+            total.backward()
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_loss_is_the_same_graph_for_other_values(method: str) -> None:
-    for parts, fit in last_fits(method):
-        generator = torch.Generator().manual_seed(0)
-        one, other = (torch.rand(4, *parts.setting.shape, generator=generator) for _ in range(2))
-        labels, others = fit.pool.labels[:4], fit.pool.labels[-4:]
-        loss = loss_of(parts, fit)
-        graph = make_fx(loss)(one, labels)
-        expected = loss(other, others)
-        assert torch.allclose(graph(other, others), expected) and not torch.allclose(expected, loss(one, labels))
+@pytest.mark.parametrize(("method", "settings"), CASES)
+def test_every_loss_is_the_same_graph_for_other_values(method: str, settings: dict[str, Any]) -> None:
+    for parts, fit in last_fits(method, settings):
+        generator = torch.Generator()
+        loss = loss_of(parts, fit, fit.given, generator)
+        one, other = some_inputs(parts, fit, slice(4), 0), some_inputs(parts, fit, slice(-4, None), 1)
+        graph = make_fx(loss)(*one)
+        for seed in (0, 1):
+            expected = evaluated(loss, other, generator, seed)
+            assert torch.allclose(evaluated(graph, other, generator, seed), expected)
+            assert not torch.allclose(evaluated(loss, one, generator, seed), expected)
 
 
 def test_a_loss_that_reads_a_value_would_be_caught() -> None:

@@ -49,6 +49,14 @@ def jittered(points: Tensor, sigma: float, generator: torch.Generator) -> Tensor
     return points + JITTER * sigma * torch.randn(points.shape, generator=generator).to(points)
 
 
+def within_reach(points: Tensor, fixed: Tensor, sigma: float) -> Tensor:
+    """Bring points to within 2 sigma of the centre of the fixed ones, or of their own: the pull fades as r^-7."""
+    centre = (fixed if len(fixed) else points).mean(0)
+    offsets: Tensor = points - centre
+    shrink: Tensor = (2 * sigma / offsets.norm(dim=1, keepdim=True)).clamp_max(1)
+    return centre + offsets * shrink.nan_to_num(1.0)
+
+
 def energy(moving: Tensor, fixed: Tensor, sigma: float, depth: float = 1.0) -> Tensor:
     """Lennard-Jones energy, Eq. 8: sum over pairs of 4 eps ((s/r)^12 - (s/r)^6)."""
     sixth = (sigma / _distances(moving, fixed)) ** 6

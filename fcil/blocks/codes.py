@@ -12,9 +12,11 @@ BITS = ("32", "16", "8", "6", "4")
 def packed(codes: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return codes (n, width) in `bits` bits a number, and the one scale they share (none for floats)."""
     if bits >= 16:
-        floats = codes.to(torch.float32 if bits == 32 else torch.float16)
+        kind = torch.float32 if bits == 32 else torch.float16
+        floats = codes.clamp(torch.finfo(kind).min, torch.finfo(kind).max).to(kind)
         return floats, codes.new_zeros(0, dtype=torch.float32)
-    scale = codes.abs().amax().to(torch.float32).clamp_min(1e-12).view(1)
+    largest = codes.abs().amax() if codes.numel() else codes.new_zeros(())
+    scale = largest.to(torch.float32).clamp_min(1e-12).view(1)
     levels = ((codes / scale + 1) / 2 * (2**bits - 1)).round().to(torch.uint8)
     places = torch.arange(bits, device=codes.device)
     return _bytes((levels.unsqueeze(2) >> places) & 1), scale

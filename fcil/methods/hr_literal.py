@@ -152,10 +152,12 @@ class Server:  # Algorithm 1
         proposed = {j: (sums[j] / counts[j]).to(p) for j in task.new if j in sums}
         nobody_has_it = torch.stack(list(proposed.values())).mean(0) if proposed else torch.zeros_like(p[0])
         start = torch.stack([proposed.get(j, nobody_has_it) for j in task.new])
-        start = placing.jittered(start, sigma, torch.Generator().manual_seed(seed_of("jitter", task.index)))
-        place = ALIGNMENTS[self.config.alignment]
-        p[list(task.new)] = place(start, p[list(task.old)], sigma, steps=self.config.align_steps)
+        still, draws = p[list(task.old)], torch.Generator().manual_seed(seed_of("jitter", task.index))
+        start = placing.jittered(placing.within_reach(start, still, sigma), sigma, draws)
+        p[list(task.new)] = ALIGNMENTS[self.config.alignment](start, still, sigma, steps=self.config.align_steps)
         self.state.centroids, self.state.seen = p, mask(task.seen, len(p))
+        self.state.of_clients = self.state.of_clients.clone()
+        self.state.of_clients[:, list(task.new)] = p[list(task.new)]
 
     def measured(self) -> dict[str, float | None]:
         """Say how well old exemplars, decoded, are classified: far above real test images, it is the known failure."""
@@ -199,8 +201,9 @@ class Client:  # Algorithm 2
     def interleaved(self, memory: Memory, data: LocalData, message: Model, generator: torch.Generator) -> Pool:
         """Put what is replayed beside the images of the task: of kind 0 themselves, 1 if decoded, 2 if made up."""
         loaded(self.old, message.old_weights)
-        kept = self.recalled(memory, message)  # 5-7
-        absent = [j for j in data.task.old if j not in kept] if self.config.global_replay else []  # 8
+        at_hand = data.classes()  # of old ones, too, in a client that stayed behind
+        kept = {j: images for j, images in self.recalled(memory, message).items() if j not in at_hand}  # 5-7
+        absent = [j for j in data.task.old if self.config.global_replay and j not in kept and j not in at_hand]  # 8
         labels = torch.tensor(absent, dtype=torch.int64).repeat_interleave(self.usual_number(memory, data))
         z = message.centroids[labels]
         made = self.decoded(z + self.noise * normal(z.shape, generator))  # 9
@@ -249,14 +252,13 @@ class Client:  # Algorithm 2
         keep, new = self.shares(memory, data), shuffled(data)
         chosen = {j: new[j][:number] for j, number in keep.items() if j in new}  # 28
         if c.exemplars == "images":
-            memory.codes = {j: joined(chosen, memory.codes, j)[:number] for j, number in keep.items()}
+            memory.codes = {j: (memory.codes | chosen)[j][:number] for j, number in keep.items()}
         else:
-            fresh = by_class(self.encoded, chosen)
-            before = again if c.memory_update == "reencode" else self.restored(memory, message)
+            rows = again | by_class(self.encoded, chosen)
             pairs = {
                 j: (memory.codes[j][:number], memory.scales[j])
                 if c.memory_update == "frozen" and j not in chosen
-                else packed(joined(fresh, before, j)[:number] - p[j], self.bits)
+                else packed(rows[j][:number] - p[j], self.bits)
                 for j, number in keep.items()
             }
             memory.codes = {j: codes for j, (codes, _) in pairs.items()}
@@ -266,9 +268,12 @@ class Client:  # Algorithm 2
         return Remembered(placing.counted(again, p, message.seen), means)  # 2, 27, 29
 
     def shares(self, memory: Memory, data: LocalData) -> dict[int, int]:
-        """Say how many exemplars of each class to keep from now on; images count as the codes they stand for."""
-        classes = sorted({*memory.codes, *data.classes()}) if self.config.exemplars != "none" else []
-        held = {j: len(memory.codes.get(j, ())) + int((data.labels == j).sum()) for j in classes}
+        """Say how many exemplars of each class to keep from now on; images count as the codes they stand for.
+
+        Of a class at hand they are taken anew: a client that stayed behind has the images it encoded before.
+        """
+        held = {j: len(codes) for j, codes in memory.codes.items()} | {j: len(data.of(j)) for j in data.classes()}
+        held = {j: held[j] for j in sorted(held) if self.config.exemplars != "none"}
         room = int(self.config.memory_share * self.setting.budget.at(data.task))
         if self.config.quota_over == "seen":
             room = room * len(held) // len(data.task.seen)
@@ -321,11 +326,6 @@ class Client:  # Algorithm 2
 def latent_size(config: Config, setting: Setting) -> int:
     """Return how many numbers a code has: a tenth of an image's, as Table 3 implies, unless set."""
     return config.latent or max(1, round(math.prod(setting.shape) / 10))
-
-
-def joined(first: ByClass, second: ByClass, j: int) -> Tensor:
-    """Return the rows of a class that either has, those of `first` before the others."""
-    return torch.cat([rows[j] for rows in (first, second) if j in rows])
 
 
 METHOD = Method(Config, Server, Client, Memory)

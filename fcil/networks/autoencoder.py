@@ -76,12 +76,15 @@ class Decoder(nn.Module):
 
 
 def enlargements(side: int) -> tuple[int, int, int]:
-    """Return a grid of at most 8 and two factors, both at least 2, that enlarge it to `side`, or just beyond it."""
+    """Return a grid and two factors, both at least 2, that enlarge it to `side` or just beyond it.
+
+    The grid is of 5 to 8, or smaller where twice two is enough for a small image.
+    """
     factors = range(2, max(3, ceil(side / LARGEST_GRID / 2) + 1))
     found = [
         (grid * first * second - side, first * second, second - first, (grid, first, second))
         for first in factors
         for second in factors[first - 2 :]
-        if (grid := ceil(side / (first * second))) <= LARGEST_GRID
+        if (grid := ceil(side / (first * second))) <= LARGEST_GRID and (2 * grid > LARGEST_GRID or second == 2)
     ]
     return min(found)[-1]  # the least beyond, then the largest grid, then the most even factors

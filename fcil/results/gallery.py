@@ -38,6 +38,12 @@ class Gallery:
             self.pictures, facts = read_tensors(self.tensors_at)
             self.owners = {int(j): client for j, client in json.loads(facts["owners"]).items()}
 
+    @staticmethod
+    def remove(folder: Path) -> None:
+        """Remove the gallery of a run that starts over."""
+        for path in (folder / "replay.safetensors", folder / "replay.png"):
+            path.unlink(missing_ok=True)
+
     def add(
         self, task: int, real: Mapping[int, Tensor], kept: Mapping[int, Tensor], made: Mapping[int, Tensor]
     ) -> None:
