@@ -153,12 +153,16 @@ def show_notes(folder: Path) -> None:
 
 def show_result(folder: Path) -> None:
     """Show what came out of a finished run."""
-    from fcil.report.outcome import accuracy_table, spread
+    from fcil.report.outcome import accuracy_table, replay, spread
     from fcil.results.runs import read_result
 
     result = read_result(folder)
     show_notes(folder)
     console.print(accuracy_table(result, console.width))
     console.print(spread(result), soft_wrap=True)
+    if said := replay(result):
+        console.print(said, soft_wrap=True)
+    if (folder / "replay.png").exists():
+        console.print(f"what the clients replay: {folder / 'replay.png'}", soft_wrap=True)
     root = folder.parent.parent if folder.name == str(result["seed"]) else folder
     console.print(f"saved in {folder}; compare runs with: fcil table {root}", soft_wrap=True)

@@ -20,6 +20,7 @@ from fcil.blocks.centroids import (
     printed_alignment,
     printed_step,
     repulsion,
+    within_reach,
 )
 from fcil.federation.engine import threads
 
@@ -387,3 +388,21 @@ def test_the_best_score_is_the_nearest_seen_centroid(count: int, classes: int, d
     best = nearest(codes, centroids, seen).argmax(1).tolist()
     own = [min((j for j in range(classes) if seen[j]), key=lambda j, z=z: torch.dist(z, centroids[j])) for z in codes]
     assert best == own
+
+
+def test_far_points_are_brought_within_reach_and_join_the_simplex() -> None:
+    draws = torch.Generator().manual_seed(0)
+    fixed = lennard_jones(jittered(torch.zeros(5, 20), 2.0, draws), torch.zeros(0, 20), 2.0)
+    far = torch.zeros(5, 20)
+    far[:, 0] = 100.0
+    near = within_reach(far, fixed, 2.0)
+    assert torch.allclose((near - fixed.mean(0)).norm(dim=1), torch.tensor(4.0))
+    joined = torch.cat([fixed, lennard_jones(jittered(near, 2.0, draws), fixed, 2.0)])
+    assert torch.allclose(torch.pdist(joined), torch.tensor(2 ** (1 / 6) * 2.0), rtol=1e-3)
+
+
+def test_points_within_reach_stay_where_they_are() -> None:
+    points = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(within_reach(points, torch.zeros(0, 6), 100.0), points)
+    same = torch.ones(3, 6)
+    assert torch.equal(within_reach(same, torch.zeros(0, 6), 1.0), same), "coincident points have no direction"

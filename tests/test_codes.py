@@ -117,8 +117,8 @@ def test_codes_as_large_or_small_as_floats_can_be_come_back(bits: int, most: flo
     assert error.max() <= (0 if bits == 32 else 1.001 * max(most, 1e-12) / (2**bits - 1))
 
 
-@pytest.mark.parametrize("bits", [32, 16])
-def test_floats_can_be_kept_of_no_image_at_all(bits: int) -> None:
+@pytest.mark.parametrize("bits", [32, 16, 8, 6, 4])
+def test_a_memory_may_hold_the_codes_of_no_image_at_all(bits: int) -> None:
     assert restored(torch.zeros(0, 7), bits).shape == (0, 7)
 
 

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shutil
 import tokenize
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -971,3 +972,52 @@ def test_a_page_has_no_more_rows_than_it_has_room_for(tmp_path: Path, monkeypatc
     list(execute(tiny_plan("hr-literal", SKEWED, rounds=1, steps=1, align_steps=1), tmp_path, "cpu"))
     pictures, owners = pictures_in(tmp_path)
     assert sorted(owners) == [0, 2, 4] == sorted({int(name.split("/")[2]) for name in pictures})
+
+
+# -- clients that stay behind, leave, or begin again ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("update", ["reencode", "frozen"])
+def test_a_client_that_stays_behind_keeps_each_image_once(update: str) -> None:
+    stayed = run(benchmark=replace(SKEWED, staying=1.0), memory_scope="client", memory_update=update)
+    task = stayed.parts.scenario.tasks[-1]
+    for client, memory in stayed.memories[-1].items():
+        held = stayed.parts.scenario.held(client, task)
+        assert {j: len(codes) for j, codes in memory.codes.items()} == {j: n for j, n in enumerate(held) if n}
+    for asked in stayed.later():
+        old = asked.pool.labels[asked.kinds > 0].tolist()
+        assert set(old).isdisjoint(asked.data.classes()), "what is at hand is not replayed beside itself"
+
+
+def test_own_centroids_know_the_new_classes_inside_a_task() -> None:
+    mine = run(centroids="per_client", evaluate_every=1)
+    for asked in (asked for asked in mine.later() if asked.round == 0):
+        new = list(asked.data.task.new)
+        assert torch.equal(asked.message.of_clients[:, new], asked.message.centroids[new].expand(4, -1, -1))
+
+
+def test_the_gallery_does_not_follow_a_client_that_has_left(tmp_path: Path) -> None:
+    wanted = tiny_plan("hr-literal", replace(SKEWED, leaving=1), **QUICK)
+    list(execute(wanted, tmp_path, "cpu"))
+    parts = assemble(wanted, "cpu")
+    pictures, facts = read_tensors(tmp_path / "replay.safetensors")
+    owners = {int(j): client for j, client in json.loads(facts["owners"]).items()}
+    present = [parts.scenario.present(task) for task in parts.scenario.tasks]
+    assert any(client not in present[-1] for client in owners.values()), "nobody who is shown has left"
+    for name in pictures:
+        task, _, j = name.split("/")
+        assert owners[int(j)] in present[int(task)], name
+
+
+def test_a_run_that_starts_over_starts_its_gallery_over(tmp_path: Path) -> None:
+    wanted = tiny_plan("hr-literal", replace(SKEWED, tasks=2), **QUICK)
+    list(execute(wanted, tmp_path, "cpu"))
+    first, _ = read_tensors(tmp_path / "replay.safetensors")
+    shutil.rmtree(tmp_path / "checkpoint")
+    (tmp_path / "result.json").unlink()
+    lines = execute(wanted, tmp_path, "cpu")
+    while next(lines)["kind"] != "task":
+        pass
+    lines.close()  # type: ignore[attr-defined]
+    begun, _ = read_tensors(tmp_path / "replay.safetensors")
+    assert begun.keys() == {name for name in first if name.startswith("0/")}

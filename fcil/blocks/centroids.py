@@ -53,8 +53,8 @@ def within_reach(points: Tensor, fixed: Tensor, sigma: float) -> Tensor:
     """Bring points to within 2 sigma of the centre of the fixed ones, or of their own: the pull fades as r^-7."""
     centre = (fixed if len(fixed) else points).mean(0)
     offsets: Tensor = points - centre
-    shrink: Tensor = (2 * sigma / offsets.norm(dim=1, keepdim=True)).clamp_max(1)
-    return centre + offsets * shrink.nan_to_num(1.0)
+    shrink = 2 * sigma / torch.linalg.vector_norm(offsets, dim=1, keepdim=True)
+    return torch.where(shrink < 1, centre + offsets * shrink, points)
 
 
 def energy(moving: Tensor, fixed: Tensor, sigma: float, depth: float = 1.0) -> Tensor:

@@ -52,7 +52,7 @@ METHODS = {
     ),
 }
 
-DEFAULT = "joint"  # what `fcil run` runs
+DEFAULT = "hr-literal"  # what `fcil run` runs
 
 
 def method(name: str) -> "Method":

@@ -63,5 +63,13 @@ def spread(result: Mapping[str, Any]) -> str:
     return "; ".join(parts)
 
 
+def replay(result: Mapping[str, Any]) -> str:
+    """Say whether what was replayed still stands for the images it was made from, where a method measured it."""
+    real, decoded = result.get("old"), result.get("measured", {}).get("old_exemplars")
+    if real is None or decoded is None:
+        return ""
+    return f"old classes: right on {decoded:.1f} % of their replayed exemplars, on {real:.1f} % of real test images"
+
+
 def _percent(value: float | None) -> str:
     return "" if value is None else number(value)
