@@ -112,16 +112,17 @@ def repulsion(
 ) -> Tensor:
     """Repulsive force algorithm: unit masses under forces charge/r^2, by Newton's law, from rest.
 
-    Repulsion has no equilibrium, so it stops as soon as every point is as far from all others as Lennard-Jones would
-    rest them.
+    Repulsion has no equilibrium, so a point rests as soon as it is as far from all others as Lennard-Jones would rest
+    it, and moves again if another comes near.
     """
     p, still = moving.double(), fixed.double()
     velocity = torch.zeros_like(p)
     for _ in range(steps):
         r = _distances(p, still)
-        if r.min() >= REST * sigma:
+        crowded = r.amin(1, keepdim=True) < REST * sigma
+        if not crowded.any():
             break
-        velocity = _capped(velocity + dt * _towards(p, still, charge / r**3), sigma / dt)
+        velocity = crowded * _capped(velocity + dt * _towards(p, still, charge / r**3), sigma / dt)
         p = p + dt * velocity
     return p.to(moving)
 

@@ -7,6 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 from fcil.errors import UserError
+from fcil.methods import family
 from fcil.report.paper import PAPER_FINAL, Claim, claim, paper_name
 from fcil.results.metrics import mean_and_sem
 from fcil.results.runs import Run
@@ -72,7 +73,7 @@ class Section:
     @property
     def best(self) -> Row | None:
         """Return the method with the highest final accuracy, bounds and changed settings aside."""
-        rivals = [row for row in self.rows if not row.settings and row.method not in BOUNDS]
+        rivals = [row for row in self.rows if not row.settings and family(row.method) != "bound"]
         return max(rivals, key=lambda row: row.final.mean) if len(rivals) > 1 else None
 
 
