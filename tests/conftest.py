@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from fcil.methods import METHODS
 from fcil.plan import Plan, plan
 from fcil.scenario.benchmarks import BENCHMARKS, Benchmark
 
@@ -15,6 +16,7 @@ settings.register_profile("fcil", deadline=None)  # a busy machine is no failure
 settings.load_profile("fcil")
 
 TINY = replace(BENCHMARKS["digits"], name="tiny", tasks=3, clients=4, active=2)
+FILES = [name for name, entry in METHODS.items() if not entry.preset]  # one method of each file, ablations aside
 SHORT = {"rounds": 3, "steps": 3, "batch_size": 16}
 
 

@@ -15,9 +15,8 @@ from fcil.experiment import Parts, assemble
 from fcil.federation.clients import Door
 from fcil.federation.flower import OverFlower, client_app
 from fcil.federation.loop import learn
-from fcil.methods import METHODS
 from fcil.records import flatten
-from tests.conftest import tiny_plan
+from tests.conftest import FILES, tiny_plan
 
 
 class LoopbackGrid:
@@ -51,7 +50,7 @@ def over_flower(method: str) -> tuple[Parts, LoopbackGrid]:
     return parts, grid
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", FILES)
 def test_flower_gives_the_same_weights_bytes_and_ledger(method: str) -> None:
     here, (there, _) = assemble(tiny_plan(method), "cpu"), over_flower(method)
     lines = [

@@ -14,11 +14,10 @@ import torch
 from fcil.errors import UserError
 from fcil.experiment import execute
 from fcil.federation.store import Checkpoints
-from fcil.methods import METHODS
 from fcil.plan import Plan
 from fcil.records import read_tensors
 from fcil.results.ledger import read, verify
-from tests.conftest import tiny_plan
+from tests.conftest import FILES, tiny_plan
 
 # Children are forked from a server that has torch loaded and nothing started: a second each is saved.
 processes = multiprocessing.get_context("forkserver")
@@ -56,7 +55,7 @@ def assert_same(one: Path, other: Path) -> None:
     assert verify(one) == [] and verify(other) == []
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", FILES)
 def test_killed_at_every_yield(method: str, tmp_path: Path) -> None:
     wanted = tiny_plan(method, tasks=2, rounds=2)
     list(execute(wanted, tmp_path / "whole", "cpu"))
@@ -72,7 +71,7 @@ def test_killed_at_every_yield(method: str, tmp_path: Path) -> None:
     assert min(left) < yields  # not every one of them started over
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", FILES)
 def test_stopped_at_every_yield_where_everything_moves(method: str, tmp_path: Path) -> None:
     moves = {"joining": 2, "leaving": 1, "staying": 0.5, "lost": 0.3, "weighting": "samples", "evaluate_every": 2}
     wanted = tiny_plan(method, rounds=2, **moves)

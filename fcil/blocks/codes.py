@@ -45,5 +45,5 @@ def scale_bytes(bits: int) -> int:
 
 def _bytes(bits: Tensor) -> Tensor:
     rows = bits.flatten(1)
-    rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 8)).view(len(rows), -1, 8)
+    rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 8)).unflatten(1, (-(-rows.shape[1] // 8), 8))
     return (rows << torch.arange(8, device=bits.device)).sum(2).to(torch.uint8)
