@@ -19,6 +19,14 @@ def test_digits_have_wide_bounds(seed: int, tmp_path: Path) -> None:
     assert joint["forgetting"] < 5 and finetune["forgetting"] > 90
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_hybrid_replay_as_printed_forgets_less_than_fine_tuning_on_digits(seed: int, tmp_path: Path) -> None:
+    names = ("finetune", "hr-literal", "hr-literal-no-global", "hr-literal-no-latents", "hr-literal-perfect")
+    final = {name: run(name, seed=seed, out=tmp_path / name, device="cpu")["final"] for name in names}
+    assert final["hr-literal"] > final["finetune"] + 30
+    assert final["hr-literal-perfect"] > 90 > max(final["hr-literal-no-global"], final["hr-literal-no-latents"])
+
+
 @needs_data
 def test_cifar100_runs_on_the_cpu_in_four_gibibytes(tmp_path: Path) -> None:
     few = {"rounds": 1, "steps": 1, "test_limit": 10}
