@@ -45,5 +45,6 @@ def scale_bytes(bits: int) -> int:
 
 def _bytes(bits: Tensor) -> Tensor:
     rows = bits.flatten(1)
-    rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 8)).unflatten(1, (-(-rows.shape[1] // 8), 8))
-    return (rows << torch.arange(8, device=bits.device)).sum(2).to(torch.uint8)
+    rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 8))
+    eights = torch.stack([rows[:, place::8] << place for place in range(8)])
+    return eights.sum(0).to(torch.uint8)

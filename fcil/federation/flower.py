@@ -76,7 +76,7 @@ def client_app(engine: Engine, scenario: Scenario, memory_type: type) -> ClientA
             for stale in [key for key in caches if key[1] != call.task]:
                 del caches[stale]
             data = replace(scenario.local(me, task), cache=caches.setdefault((me, call.task), {}))
-            memory, applied = _remembered(memory_type, context), _applied(context)
+            memory, applied = engine.receive(_remembered(memory_type, context)), _applied(context)
             answered = engine.answer(me, handler, memory, data, engine.receive(asked), call)
             if call.step > applied:  # a message that is delivered twice changes the memory once
                 if _changed(context, stored := _arrays(memory)):
