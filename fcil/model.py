@@ -38,6 +38,8 @@ class Model:
         """Read the model of a finished run."""
         wanted = Plan.read(folder)
         if not (folder / "model.safetensors").exists():
+            if (folder / "result.json").exists():
+                raise UserError(f"{folder} is finished, but was stored without its model; repeat it: {wanted.command}")
             raise UserError(f"{folder} has no model yet; finish it with: fcil run --resume {folder}")
         flat, facts = read_tensors(folder / "model.safetensors")
         made = method(wanted.method)

@@ -181,11 +181,13 @@ def test_tables_in_every_format(runs: Path) -> None:
 
 
 def test_a_table_names_what_is_unfinished(runs: Path, tmp_path: Path) -> None:
-    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "checkpoint").mkdir(parents=True)
     (tmp_path / "begun" / "config.toml").write_text("")
     said = typed(f"table {runs} {tmp_path}")
     assert said.code == 0 and "lwf" in said.out
     assert said.err == f"fcil: 1 unfinished run left out; go on with: fcil run --resume {tmp_path}/begun\n"
+    (tmp_path / "begun" / "checkpoint").rmdir()
+    assert "has no checkpoint; begin it again with" in typed(f"table {runs} {tmp_path}").err
 
 
 def test_curves_for_tensorboard(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from fcil.model import export_onnx, read_image
 from fcil.records import read_tensors
 from fcil.scenario.datasets import load
-from tests.typed import done
+from tests.typed import done, typed
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +98,10 @@ def test_a_model_that_came_out_different_is_not_written(
     with pytest.raises(Exception, match="differs from the original by 1 in a score"):
         export_onnx(run, tmp_path / "model.onnx")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_stored_without_its_model_says_so(tmp_path: Path) -> None:
+    done(f"run finetune --set tasks=2 --set rounds=1 --set steps=1 --out {tmp_path}/run")
+    (tmp_path / "run" / "model.safetensors").unlink()
+    said = typed(f"export {tmp_path}/run --safetensors {tmp_path}/x.safetensors")
+    assert said.code == 2 and "is finished, but was stored without its model; repeat it: " in said.err

@@ -974,6 +974,18 @@ def test_a_page_has_no_more_rows_than_it_has_room_for(tmp_path: Path, monkeypatc
     assert sorted(owners) == [0, 2, 4] == sorted({int(name.split("/")[2]) for name in pictures})
 
 
+def test_raw_images_are_kept_as_far_as_they_fit() -> None:
+    raw = run(exemplars="raw")
+    for memories in raw.memories:
+        assert memories and all(
+            size_in_bytes(memory) <= raw.parts.scenario.budget.per_client for memory in memories.values()
+        )
+        for memory in memories.values():
+            assert all(kept.dtype == torch.uint8 and kept.shape[1:] == (1, 8, 8) for kept in memory.codes.values())
+    kept = sum(sum(how_many(memory).values()) for memory in raw.memories[-1].values())
+    assert 0 < kept < sum(sum(how_many(memory).values()) for memory in run().memories[-1].values())
+
+
 # -- clients that stay behind, leave, or begin again ------------------------------------------------------------------
 
 

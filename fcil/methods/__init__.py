@@ -33,7 +33,7 @@ METHODS = {
     "fedprox": Entry("fcil.methods.fedprox", "reference", "finetune with a pull towards the global model"),
     "lwf": Entry("fcil.methods.lwf", "reference", "the last task's model teaches the new one; no memory"),
     "ewc": Entry("fcil.methods.ewc", "reference", "holds the weights that mattered before; no memory"),
-    "hr-literal": Entry(HR_LITERAL, "hybrid", "Hybrid Replay as its paper prints it, errata mended"),
+    "hr-literal": Entry(HR_LITERAL, "hybrid", "Hybrid Replay as in its paper, errors corrected"),
     "hr-literal-mini": Entry(HR_LITERAL, "ablation", "with a tenth of the memory", {"memory_share": 0.1}),
     "hr-literal-no-latents": Entry(
         HR_LITERAL, "ablation", "without exemplars: all old classes are made up", {"exemplars": "none"}

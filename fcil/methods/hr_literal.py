@@ -81,7 +81,9 @@ class Config:
     )
     fresh_noise: bool = knob(False, "draw the noise of line 9 anew whenever an image is used, not once a task")
     made_up: int = knob(
-        0, "images made up for each such class; 0: as many as the client has codes of one, on average", least=0
+        0,
+        "images made up for a class of which there is no code; 0: as many as there are codes of others, on average",
+        least=0,
     )
 
 

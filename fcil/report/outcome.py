@@ -68,7 +68,7 @@ def replay(result: Mapping[str, Any]) -> str:
     real, decoded = result.get("old"), result.get("measured", {}).get("old_exemplars")
     if real is None or decoded is None:
         return ""
-    return f"old classes: right on {decoded:.1f} % of their replayed exemplars, on {real:.1f} % of real test images"
+    return f"accuracy on old classes: {decoded:.1f} % on the exemplars replayed, {real:.1f} % on real test images"
 
 
 def _percent(value: float | None) -> str:
