@@ -360,6 +360,7 @@ def test_the_noise_has_the_spread_of_codes_unless_set() -> None:
     pull = NUMBERS / 30
     assert client().noise == pytest.approx((1 + 2 * pull) ** -0.5)
     assert client(pull=100.0).noise == pytest.approx(0.0705, abs=1e-4)
+    assert client(pull=100.0, kl=4.0).noise == pytest.approx((1 + 50) ** -0.5) and client(kl=0.0).noise == 0
     assert client(pull=100.0, noise=0.5).noise == 0.5 and client(pull=100.0).pull == 100.0
 
 
