@@ -193,7 +193,7 @@ def hybrid_replay(given: Given, terms: dict[str, float], reencode: bool = True, 
         w_old, codes = w, dict(codes)
         replayed, noise = [(images, labels)], torch.randn(60 * task, LATENT, generator=drawn_once(task, "interleaved"))
         for j in range(2 * task):
-            made_up = p[j] + noise[30 * j : 30 * j + 30] / math.sqrt(1 + 2 * terms["pull"] / terms["kl"])
+            made_up = p[j] + noise[30 * j : 30 * j + 30] * math.sqrt(terms["kl"] / (terms["kl"] + 2 * terms["pull"]))
             z = codes[j].double() + p[j] if keeps else made_up
             replayed.append((as_bytes(decode(w_old, z)), torch.full((len(z),), j)))
         pool = torch.cat([x for x, _ in replayed]), torch.cat([y for _, y in replayed])
