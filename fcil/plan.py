@@ -137,7 +137,8 @@ def plan(
     for key, word in words.items():
         owners = [home for home, knows in homes.items() if key in knows]
         if not owners:
-            raise unknown("setting", key, sorted(k for knows in homes.values() for k in knows))
+            allowed = sorted(k for knows in homes.values() for k in knows)
+            raise UserError(f"{Path(name).name}: {unknown('setting', key, allowed)}")
         values[owners[0]][key] = word
     bases = {"benchmark": known, "protocol": chosen, "config": config}
     made = {home: changed(base, values[home]) for home, base in bases.items()}

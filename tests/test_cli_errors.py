@@ -97,6 +97,7 @@ WRONG = [
     ("run --set memory=nan", "memory=nan is not allowed", "numbers at least 0"),
     ("run --set partition=foo", "partition=foo is not allowed", "lda_equal, dirichlet_class"),
     ("run --set round=3", "no setting 'round'", "did you mean 'rounds'"),
+    ("sweep --methods hr-literal,finetune --set code_bits=4", "finetune: there is no setting 'code_bits'"),
     ("run --set dataset=cifar10", "no dataset 'cifar10'", "did you mean 'cifar100'"),
     ("run --set dataset=/" + "a" * 300, "cannot be read", "a folder of class folders"),
     ("run --set class_order=0,0,1", "class_order=0,0,1 is not allowed", "1993, natural"),
