@@ -208,7 +208,7 @@ def table(
         raise UserError("--markdown, --latex and --csv exclude each other; give one of them")
     found = find(runs)
     if waiting := unfinished(runs):
-        how = "go on with" if (waiting[0] / "checkpoint").exists() else "it has no checkpoint; begin it again with"
+        how = "go on with" if (waiting[0] / "checkpoint").exists() else "begin again, for want of a checkpoint, with"
         complain(f"{count(len(waiting), 'unfinished run')} left out; {how}: fcil run --resume {waiting[0]}")
     if verify:
         wrong = [sentence for run in found for sentence in differences(run.folder)]

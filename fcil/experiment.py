@@ -90,7 +90,7 @@ def execute(wanted: Plan, folder: Path, device: str = "auto", every: float = 10.
             counts, path = _restore(parts, checkpoints), folder / "ledger.jsonl"
             if not counts and path.exists():
                 path.replace(folder / "ledger.jsonl.lost")  # no checkpoint is whole: the run starts over
-                Gallery.remove(folder)
+                Gallery.set_aside(folder)
             with Ledger.open(path, counts or None) as ledger:
                 if ledger.offset == 0:
                     ledger.append(_first_line(wanted, parts))

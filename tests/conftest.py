@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
+from fcil.federation.engine import threads
 from fcil.methods import METHODS
 from fcil.plan import Plan, plan
 from fcil.scenario.benchmarks import BENCHMARKS, Benchmark
@@ -27,6 +29,16 @@ def _own_folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
     )
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     yield
+
+
+@pytest.fixture
+def in_double() -> Iterator[None]:
+    """Compute in float64, with one thread."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    with threads(1):
+        yield
+    torch.set_default_dtype(before)
 
 
 def tiny_plan(method: str, benchmark: Benchmark = TINY, seed: int = 0, **settings: object) -> Plan:

@@ -187,7 +187,7 @@ def test_a_table_names_what_is_unfinished(runs: Path, tmp_path: Path) -> None:
     assert said.code == 0 and "lwf" in said.out
     assert said.err == f"fcil: 1 unfinished run left out; go on with: fcil run --resume {tmp_path}/begun\n"
     (tmp_path / "begun" / "checkpoint").rmdir()
-    assert "has no checkpoint; begin it again with" in typed(f"table {runs} {tmp_path}").err
+    assert "begin again, for want of a checkpoint, with: fcil run" in typed(f"table {runs} {tmp_path}").err
 
 
 def test_curves_for_tensorboard(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from fcil.files import sha256
 from fcil.method import Batch, Fit
 from fcil.methods import HR_LITERAL, METHODS, hr_literal
 from fcil.methods.hr_literal import Client, Memory, Model, Proposal, Remembered
-from fcil.records import Weights, flatten, read_tensors, size_in_bytes
+from fcil.records import Weights, flatten, read_tensors, size_in_bytes, write_tensors
 from fcil.results import gallery
 from fcil.results.ledger import read, result_of, verify
 from fcil.results.runs import read_result
@@ -1034,3 +1034,20 @@ def test_a_run_that_starts_over_starts_its_gallery_over(tmp_path: Path) -> None:
     lines.close()  # type: ignore[attr-defined]
     begun, _ = read_tensors(tmp_path / "replay.safetensors")
     assert begun.keys() == {name for name in first if name.startswith("0/")}
+    aside, _ = read_tensors(tmp_path / "replay.safetensors.lost")
+    assert equal(aside, first) and (tmp_path / "replay.png.lost").exists(), "nothing is lost"
+
+
+@pytest.mark.parametrize("damage", [b"", b"no tensors", None])
+def test_a_damaged_gallery_does_not_stop_a_run(damage: bytes | None, folder_of: Folder, tmp_path: Path) -> None:
+    lines = execute(tiny_plan("hr-literal", SKEWED, **QUICK), tmp_path, "cpu")
+    while next(lines)["kind"] != "task":
+        pass
+    lines.close()  # type: ignore[attr-defined]
+    if damage is None:
+        write_tensors(tmp_path / "replay.safetensors", {"a": torch.zeros(1)})  # of no gallery: it names no owners
+    else:
+        (tmp_path / "replay.safetensors").write_bytes(damage)
+    list(execute(tiny_plan("hr-literal", SKEWED, **QUICK), tmp_path, "cpu"))
+    assert read_result(tmp_path)["matrix"] == read_result(folder_of("hr-literal"))["matrix"]
+    assert {name.split("/")[0] for name in pictures_in(tmp_path)[0]} == {"1", "2"}

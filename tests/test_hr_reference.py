@@ -6,7 +6,7 @@ the centroids come to rest; that they rest there is checked against the energy i
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fcil.experiment import assemble
-from fcil.federation.engine import order, threads
+from fcil.federation.engine import order
 from fcil.federation.loop import learn
 from fcil.plan import plan
 from fcil.seeds import seed_of
@@ -36,17 +36,10 @@ SETTINGS = {
     "lr": LR, "code_bits": 32, "spacing": SPACING, **TERMS,
 }  # fmt: skip
 
+pytestmark = pytest.mark.usefixtures("in_double")
+
 Numbers = dict[str, Tensor]
 Codes = dict[int, Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _in_double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    with threads(1):
-        yield
-    torch.set_default_dtype(before)
 
 
 @dataclass

@@ -5,7 +5,7 @@ cosine, and each method's own term. fcil gives the first weights, the images, an
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fcil.experiment import assemble
-from fcil.federation.engine import order, threads
+from fcil.federation.engine import order
 from fcil.federation.loop import learn
 from fcil.plan import plan
 from fcil.seeds import seed_of
@@ -29,16 +29,9 @@ PROTOCOL = {
     "lr": LR,
 }  # fmt: skip
 
+pytestmark = pytest.mark.usefixtures("in_double")
+
 Numbers = dict[str, Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _in_double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    with threads(1):
-        yield
-    torch.set_default_dtype(before)
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class Engine:
     ) -> Pictures:
         """Return what a client that can show its memory shows of some classes; nothing of it leaves the machine."""
         with threads(1):
-            seen: Pictures = self.client.look(memory, self._seeded(data, who, call), message, classes)  # type: ignore
+            seen: Pictures = self.client.look(memory, self._seeded(data, who, call), message, classes)  # type: ignore[attr-defined]
         return seen
 
     def _seeded(self, data: LocalData, who: int, call: Call) -> LocalData:

@@ -7,12 +7,14 @@ its gallery.
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from fcil.errors import UserError
 from fcil.files import whole
 from fcil.records import read_tensors, write_tensors
 
@@ -35,14 +37,19 @@ class Gallery:
         self.pictures: dict[str, Tensor] = {}
         self.owners: dict[int, int] = {}  # class -> the client whose exemplar is followed
         if self.tensors_at.exists():
-            self.pictures, facts = read_tensors(self.tensors_at)
-            self.owners = {int(j): client for j, client in json.loads(facts["owners"]).items()}
+            with suppress(
+                UserError, KeyError, ValueError, AttributeError
+            ):  # a damaged gallery is no reason to stop a run
+                pictures, facts = read_tensors(self.tensors_at)
+                self.owners = {int(j): int(client) for j, client in json.loads(facts["owners"]).items()}
+                self.pictures = pictures
 
     @staticmethod
-    def remove(folder: Path) -> None:
-        """Remove the gallery of a run that starts over."""
-        for path in (folder / "replay.safetensors", folder / "replay.png"):
-            path.unlink(missing_ok=True)
+    def set_aside(folder: Path) -> None:
+        """Keep the gallery of a run that starts over under another name, as its ledger is kept."""
+        for name in ("replay.safetensors", "replay.png"):
+            if (folder / name).exists():
+                (folder / name).replace(folder / f"{name}.lost")
 
     def add(
         self, task: int, real: Mapping[int, Tensor], kept: Mapping[int, Tensor], made: Mapping[int, Tensor]
