@@ -37,9 +37,8 @@ class Gallery:
         self.pictures: dict[str, Tensor] = {}
         self.owners: dict[int, int] = {}  # class -> the client whose exemplar is followed
         if self.tensors_at.exists():
-            with suppress(
-                UserError, KeyError, ValueError, AttributeError
-            ):  # a damaged gallery is no reason to stop a run
+            # a damaged gallery is no reason to stop a run
+            with suppress(UserError, KeyError, ValueError, AttributeError):
                 pictures, facts = read_tensors(self.tensors_at)
                 self.owners = {int(j): int(client) for j, client in json.loads(facts["owners"]).items()}
                 self.pictures = pictures
