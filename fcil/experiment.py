@@ -30,7 +30,7 @@ from fcil.method import Method, Pictures, Server, Setting
 from fcil.methods import DEFAULT, family, method
 from fcil.plan import Plan, plan
 from fcil.records import flatten, unflatten, write_tensors
-from fcil.results.gallery import Gallery, shown
+from fcil.results.gallery import Gallery, pictured, shown
 from fcil.results.ledger import Ledger, read, result_of
 from fcil.results.runs import FORMAT, read_result
 from fcil.scenario.memory import budget
@@ -78,11 +78,16 @@ def finished(folder: Path, wanted: Plan) -> bool:
     return "result.json" in names
 
 
-def execute(wanted: Plan, folder: Path, device: str = "auto", every: float = 10.0) -> Iterator[Line]:
-    """Do a run, or what is left of it, in `folder`; yield the ledger's new lines as they are written."""
+def execute(
+    wanted: Plan, folder: Path, device: str = "auto", every: float = 10.0, workers: int = 0, eager: bool = False
+) -> Iterator[Line]:
+    """Do a run, or what is left of it, in `folder`; yield the ledger's new lines as they are written.
+
+    `workers` clients compute at a time (0 chooses); `eager` trains in a plain loop on a GPU, too.
+    """
     with _said_plainly(folder), _locked(folder), threads(1):  # a server computes little; evaluation takes all cores
         reset_peak()
-        parts = assemble(wanted, device)
+        parts = assemble(wanted, device, workers=workers, eager=eager)
         if not (folder / "config.toml").exists():
             write_text(folder / "config.toml", wanted.to_toml())
         checkpoints = Checkpoints(folder / "checkpoint", every)
@@ -120,7 +125,9 @@ class Parts:
     method: Method
 
 
-def assemble(wanted: Plan, device: str = "auto", scenario: Scenario | None = None) -> Parts:
+def assemble(
+    wanted: Plan, device: str = "auto", scenario: Scenario | None = None, workers: int = 0, eager: bool = False
+) -> Parts:
     """Build scenario, method, engine and door of a plan."""
     place = the_device(device)
     scenario = scenario or Scenario(wanted.benchmark, wanted.seed, device=place)
@@ -128,7 +135,7 @@ def assemble(wanted: Plan, device: str = "auto", scenario: Scenario | None = Non
     made = method(wanted.method)
     with seeded(wanted.seed, "initial weights"):
         server = made.server(wanted.config, setting)
-        engine = Engine(made, wanted.config, setting, place)
+        engine = Engine(made, wanted.config, setting, place, workers, eager)
     allowed = None if family(wanted.method) == "bound" else scenario.budget
     transport = InProcess(engine, scenario, made.memory, allowed)
     return Parts(
@@ -183,6 +190,8 @@ def _save(parts: Parts, checkpoints: Checkpoints, ledger: Ledger) -> None:
 
 def _look(parts: Parts, task: Task, gallery: Gallery) -> None:
     """Show what the clients replay: of each class one exemplar, from its real image on, and what is made up for it."""
+    if not pictured(task.index, len(parts.scenario.tasks)):
+        return
     message = parts.engine.receive(parts.server.broadcast())
     call = Call(parts.door.seed, task.index, parts.door.cursor.step, 0, 1)
 
@@ -190,7 +199,7 @@ def _look(parts: Parts, task: Task, gallery: Gallery) -> None:
         memory = parts.transport.memories.get(client) or parts.method.memory()
         return parts.engine.look(client, memory, parts.scenario.local(client, task), message, call, classes)
 
-    present, held = parts.scenario.present(task), parts.scenario.shares()[task.index]
+    present, held = parts.scenario.present(task), parts.scenario.share(task)
     for j in shown(task.new, len(parts.scenario.tasks)):
         holders = [c for c in present if held[c, j]]
         keepers = (c for c in holders if j in seen(c, (j,)).kept)
@@ -234,6 +243,7 @@ def _finish(wanted: Plan, parts: Parts, folder: Path) -> None:
         "memory_budget": parts.scenario.budget.per_client,
         "peak_memory_bytes": peak(parts.engine.device),
         "device": str(parts.engine.device),
+        "engine": parts.engine.described(),
         "partition": wanted.benchmark.partition,
         "commit": commit(),
         "command": wanted.command,

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from fcil.blocks.training import loaded, weights_of
 from fcil.federation.calls import Call
-from fcil.federation.engine import Engine, order, rate, seeded, threads
+from fcil.federation.engine import Engine, seeded, threads
+from fcil.federation.fitting import order, rate
 from fcil.federation.in_process import InProcess
 from fcil.method import Batch, Fit, Method, Nets, Pool, Setting, Trained, Training, remote
 from fcil.records import ByClass, Done, Update, Weights, record

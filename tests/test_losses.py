@@ -257,7 +257,7 @@ def some_inputs(parts: Parts, fit: Fit, rows: slice, seed: int) -> Inputs:
 
 def loss_of(parts: Parts, fit: Fit, given: Any, generator: torch.Generator) -> Callable[..., Tensor]:
     """The loss as the engine calls it: with the networks that are loaded, of which some train."""
-    parts.engine._thaw(fit.trains)
+    parts.engine.slots[0].networks.thaw(fit)
     nets = {name: parts.engine.nets[name] for name in fit.load}
     beside = {
         name: Batch(pool.images[:4].float(), pool.labels[:4], generator)

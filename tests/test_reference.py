@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fcil.experiment import assemble
-from fcil.federation.engine import order
+from fcil.federation.fitting import order
 from fcil.federation.loop import learn
 from fcil.plan import plan
 from fcil.seeds import seed_of

@@ -21,8 +21,14 @@ def loaded(net: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
 
 
 def in_parts(function: Callable[[Tensor], Tensor], rows: Tensor, size: int) -> Tensor:
-    """Return `function(rows)`, computed on `size` rows at a time."""
-    return torch.cat([function(part) for part in torch.split(rows, size)])
+    """Return `function(rows)`, which treats every row alike, computed on `size` rows at a time.
+
+    On a GPU the last part is filled up: libraries plan anew for every shape they meet.
+    """
+    count = len(rows)
+    if rows.is_cuda and count % size:
+        rows = torch.cat([rows, rows.new_zeros(size - count % size, *rows.shape[1:])])
+    return torch.cat([function(part) for part in torch.split(rows, size)])[:count]
 
 
 def by_class(function: Callable[[Tensor], Tensor], rows: ByClass) -> ByClass:

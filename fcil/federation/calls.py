@@ -1,8 +1,11 @@
 """A question on its way to a client, and what comes back beside the reply."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from fcil.scenario.tasks import LocalData
 
 
 class Call(NamedTuple):
@@ -13,6 +16,15 @@ class Call(NamedTuple):
     step: int  # questions asked so far
     round: int = 0
     rounds: int = 1
+
+
+class Question(NamedTuple):
+    """One client that is asked, with what it has to answer from."""
+
+    who: int
+    memory: Any  # the client's record, which an answer updates in place
+    data: Callable[[], LocalData]  # made when the client's turn comes
+    version: int = 0  # how often its memory has changed
 
 
 class Answered(NamedTuple):

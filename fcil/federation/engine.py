@@ -1,40 +1,69 @@
-"""The engine: runs a client's answers, and its trainings, on this machine. Eager, one client at a time.
+"""The engine: runs a client's answers, and its trainings, on this machine.
 
-An answer computes with one thread on the CPU and draws from generators seeded by (run, client, step), so its bits do
-not depend on where or beside whom it runs.
+On the CPU an answer computes with one thread and draws from generators seeded by (run, client, step), so its bits do
+not depend on where or beside whom it runs. On a GPU several clients answer at a time, a slot each: their trainings are
+captured as CUDA graphs and overlap. A training that cannot be captured runs as a loop there, too, and the engine says
+why. No method knows of any of this.
 """
 
-import math
 import os
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fcil.blocks.augment import augmented
-from fcil.blocks.training import weights_of
 from fcil.errors import UserError
-from fcil.federation.calls import Answered, Call
-from fcil.method import Batch, Fit, Method, Pictures, Pool, Setting, Trained
+from fcil.federation.calls import Answered, Call, Question
+from fcil.federation.capture import Graph, Impure, kind
+from fcil.federation.fitting import Networks, plainly, work
+from fcil.method import Client, Fit, Method, Pictures, Setting, Trained
 from fcil.records import flatten, size_in_bytes, unflatten
-from fcil.scenario.benchmarks import Protocol
 from fcil.scenario.tasks import LocalData
 from fcil.seeds import seed_of
 
+OVERLAP = 5  # clients that a GPU trains at a time, unless set
+
+
+class Slot:
+    """A client object with its scratch networks, its generator and the graphs of its trainings."""
+
+    def __init__(self, client: Client, device: torch.device):
+        self.client, self.generator = client, torch.Generator(device)
+        nets = {name: net.to(device) for name, net in client.networks().items()}
+        if device.type == "cuda":
+            nets = {name: net.to(memory_format=torch.channels_last) for name, net in nets.items()}  # type: ignore[call-overload]
+        self.networks = Networks(nets)
+        self.graphs: dict[Any, Graph] = {}
+
 
 class Engine:
-    """One slot: a client object, its scratch networks, and a device."""
+    """Answers for clients on one device, one or several at a time."""
 
-    def __init__(self, method: Method, config: Any, setting: Setting, device: str = "cpu"):
-        self.setting, self.device = setting, torch.device(device)
+    def __init__(
+        self, method: Method, config: Any, setting: Setting, device: str = "cpu", at_once: int = 0, eager: bool = False
+    ):
+        self.setting, self.device, self.eager = setting, torch.device(device), eager or device == "cpu"
         if self.device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-        self.client = method.client(config, setting)
-        self.nets = {name: net.to(self.device) for name, net in self.client.networks().items()}
+        self.at_once = 1 if self.eager else at_once or OVERLAP
+        self.why_eager = ""  # what kept a training from being captured
+        self._impure: set[Any] = set()  # kinds of training for which that is known
+        self._client = lambda: method.client(config, setting)
+        self.slots = [self._slot()]
+
+    @property
+    def client(self) -> Client:
+        """The client object of the first slot."""
+        return self.slots[0].client
+
+    @property
+    def nets(self) -> Mapping[str, nn.Module]:
+        """The networks of the first slot."""
+        return self.slots[0].networks.nets
 
     def receive(self, message: Any) -> Any:
         """Bring a record or a tensor onto the device; on the CPU it is passed on as it is."""
@@ -44,76 +73,57 @@ class Engine:
             return message.to(self.device)
         return unflatten(type(message), {name: tensor.to(self.device) for name, tensor in flatten(message).items()})
 
+    def answers(
+        self, questions: Sequence[Question], handler: Callable[..., Any], message: Any, call: Call
+    ) -> Iterator[Answered]:
+        """Let clients answer, as many at a time as there are slots; their order is that of the questions."""
+        if self.at_once == 1:
+            for asked in questions:
+                yield self.answer(asked.who, handler, asked.memory, asked.data(), message, call)
+            return
+        for first in range(0, len(questions), self.at_once):
+            yield from self._together(questions[first : first + self.at_once], handler, message, call)
+
     def answer(
         self, who: int, handler: Callable[..., Any], memory: Any, data: LocalData, message: Any, call: Call
     ) -> Answered:
-        """Run one answer; where it trains, do what it describes."""
-        images, losses = 0, list[Tensor]()
-        data = self._seeded(data, who, call)
+        """Let one client answer; where it trains, do what it describes."""
+        slot = self.slots[0]
         with threads(1), seeded(call.seed, who, call.step, "stray"):
-            reply = handler(self.client, memory, data, message)
-            if isinstance(reply, Generator):
-                try:
-                    fit = next(reply)
-                    while True:
-                        trained = self.fit(fit, call, data.generator)
-                        images, losses = images + trained.count, [*losses, *([trained.loss] if trained.count else [])]
-                        fit = reply.send(trained)
-                except StopIteration as end:
-                    reply = end.value
-        if not is_dataclass(reply):
-            raise UserError(f"{handler.__qualname__} answers with a {type(reply).__name__}; it must be a record")
-        loss = losses[-1] if losses else float("nan")
-        return Answered(reply, size_in_bytes(memory), loss, images)
+            answer = Answer(slot, who, handler, memory, data, message, call)
+            while answer.fit is not None:
+                answer.go_on(self.fit(answer.fit, call, answer.generator))
+        return answer.answered()
+
+    def fit(self, fit: Fit, call: Call, generator: torch.Generator, slot: Slot | None = None) -> Trained:
+        """Do a local training as a loop."""
+        networks = (slot or self.slots[0]).networks
+        if len(fit.pool) == 0:
+            networks.load(fit)
+            return networks.untrained(fit)
+        todo, given = work(fit, self.setting.protocol, call), self.receive(fit.given)
+        return plainly(networks, todo, self.setting.augment, generator, given, self.precision)
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """Return the arithmetic that trainings compute in."""
+        if self.device.type == "cpu" or self.setting.protocol.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16)
+
+    def described(self) -> str:
+        """Say in words how clients are trained here."""
+        arithmetic = "bf16" if isinstance(self.precision(), torch.autocast) else "fp32"
+        how = "captured" if not self.eager and not self.why_eager else "eager"
+        return f"{how}, {self.at_once} at a time, {arithmetic}" + (f"; {self.why_eager}" if self.why_eager else "")
 
     def look(
         self, who: int, memory: Any, data: LocalData, message: Any, call: Call, classes: tuple[int, ...]
     ) -> Pictures:
         """Return what a client that can show its memory shows of some classes; nothing of it leaves the machine."""
         with threads(1):
-            seen: Pictures = self.client.look(memory, self._seeded(data, who, call), message, classes)  # type: ignore[attr-defined]
+            mine = seeded_data(data, self.slots[0].generator, who, call)
+            seen: Pictures = self.client.look(memory, mine, message, classes)  # type: ignore[attr-defined]
         return seen
-
-    def _seeded(self, data: LocalData, who: int, call: Call) -> LocalData:
-        generator = torch.Generator(self.device).manual_seed(seed_of(call.seed, who, call.step))
-        return replace(data, generator=generator, cache_seed=seed_of(call.seed, who, "cache", call.task))
-
-    def fit(self, fit: Fit, call: Call, generator: torch.Generator) -> Trained:
-        """Do a local training."""
-        protocol = self.setting.protocol
-        if unheard := fit.load.keys() - self.nets.keys():
-            raise UserError(f"a Fit loads {', '.join(unheard)}; this client's networks are {', '.join(self.nets)}")
-        for name, weights in fit.load.items():
-            self.nets[name].load_state_dict(weights)
-        trains = {path.split(".")[0]: self.nets[path.split(".")[0]] for path in fit.trains}
-        if missing := trains.keys() - fit.load.keys():
-            raise ValueError(f"a Fit trains {sorted(missing)} but does not load it: say what weights it starts from")
-        parameters, nets = self._thaw(fit.trains), {name: self.nets[name] for name in fit.load}
-        if len(fit.pool) == 0:
-            return Trained({n: weights_of(net) for n, net in trains.items()}, 0, torch.tensor(float("nan")))
-        batch_size = fit.pool.batch_size or protocol.batch_size
-        steps = fit.steps or protocol.steps or math.ceil(protocol.epochs * len(fit.pool) / batch_size)
-        optimizer = torch.optim.SGD(
-            parameters,
-            lr=fit.lr,
-            momentum=protocol.momentum if fit.momentum is None else fit.momentum,
-            weight_decay=protocol.weight_decay if fit.weight_decay is None else fit.weight_decay,
-            fused=True,
-        )
-        total, given = torch.zeros((), device=self.device), self.receive(fit.given)
-        batches = self._batches(fit, steps, batch_size, generator)
-        for step, batch in enumerate(batches):
-            optimizer.param_groups[0]["lr"] = fit.lr * rate(protocol, (call.round + step / steps) / call.rounds)
-            optimizer.zero_grad()
-            loss = fit.loss(nets, batch, given)
-            loss.backward()  # type: ignore[no-untyped-call]
-            if protocol.clip:
-                nn.utils.clip_grad_norm_(parameters, protocol.clip)
-            optimizer.step()
-            total += loss.detach()
-        for net in trains.values():
-            net.eval()
-        return Trained({n: weights_of(net) for n, net in trains.items()}, len(fit.pool), total / steps)
 
     def classify(self, message: Any, images: Tensor) -> Tensor:
         """Return the class of each image, from the broadcast alone, with all cores."""
@@ -126,45 +136,116 @@ class Engine:
             ]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=self.device)
 
-    def _thaw(self, trains: tuple[str, ...]) -> list[nn.Parameter]:
-        for net in self.nets.values():
-            net.eval().requires_grad_(False)
-        parts = [self.nets[name].get_submodule(rest) for name, _, rest in (path.partition(".") for path in trains)]
-        for part in parts:
-            part.train().requires_grad_(True)
-        return [p for part in parts for p in part.parameters()]
+    def _slot(self) -> Slot:
+        with seeded("client"):  # all alike
+            return Slot(self._client(), self.device)  # type: ignore[no-untyped-call]
 
-    def _batches(self, fit: Fit, steps: int, batch_size: int, generator: torch.Generator) -> Iterator[Batch]:
-        pools = {"": fit.pool, **{name: pool for name, pool in fit.beside.items() if len(pool)}}
-        sizes = {name: pool.batch_size or batch_size for name, pool in pools.items()}
-        tables = {name: order(len(pool), steps * sizes[name], generator) for name, pool in pools.items()}
-        for step in range(steps):
-            drawn = {
-                name: self._batch(pool, tables[name][step * sizes[name] : (step + 1) * sizes[name]], generator)
-                for name, pool in pools.items()
-            }
-            yield replace(drawn.pop(""), beside=drawn)
+    def _together(
+        self, questions: Sequence[Question], handler: Callable[..., Any], message: Any, call: Call
+    ) -> Iterator[Answered]:
+        self.slots += [self._slot() for _ in range(len(questions) - len(self.slots))]
+        with threads(1):
+            answers = []
+            for slot, asked in zip(self.slots, questions, strict=False):
+                with seeded(call.seed, asked.who, call.step, "stray"):
+                    answers.append(Answer(slot, asked.who, handler, asked.memory, asked.data(), message, call))
+            while waiting := [answer for answer in answers if answer.fit is not None]:
+                for answer, trained in zip(waiting, self._overlapped(waiting, call), strict=True):
+                    with seeded(call.seed, answer.who, call.step, "stray", answer.trainings):
+                        answer.go_on(trained)
+        for answer in answers:
+            yield answer.answered()
 
-    def _batch(self, pool: Pool, index: Tensor, generator: torch.Generator) -> Batch:
-        images = pool.images[index]
-        if images.dtype == torch.uint8:
-            images = images.to(torch.get_default_dtype()) / 255
-        if pool.augment and images.ndim == 4:
-            images = augmented(images, self.setting.augment, generator)
-        return Batch(images, pool.labels[index], generator, {name: t[index] for name, t in pool.extra.items()})
+    def _overlapped(self, waiting: "list[Answer]", call: Call) -> list[Trained]:
+        """Do one training of each, all at a time where they can be captured."""
+        graphs = [self._graph(answer, call) for answer in waiting]
+        for step in range(max((graph.todo.steps for graph in graphs if graph), default=0)):
+            for graph in graphs:
+                if graph and step < graph.todo.steps:
+                    graph.launch()
+        results = []
+        for answer, graph in zip(waiting, graphs, strict=True):
+            if graph:
+                results.append(graph.trained())
+            else:
+                with seeded(call.seed, answer.who, call.step, "stray", "loop", answer.trainings):
+                    results.append(self.fit(answer.asked_fit, call, answer.generator, answer.slot))
+        return results
+
+    def _graph(self, answer: "Answer", call: Call) -> Graph | None:
+        """Return the graph of a training with everything in its buffers, or None where there can be none."""
+        slot, fit = answer.slot, answer.asked_fit
+        if len(fit.pool) == 0:
+            return None
+        todo, state, key = work(fit, self.setting.protocol, call), slot.generator.get_state(), None
+        try:
+            key = kind(todo)
+            if key in self._impure:
+                return None
+            graph = slot.graphs.get(key)
+            if graph is None or not graph.fits(todo):
+                slot.graphs.pop(key, None)
+                graph = slot.graphs[key] = Graph(
+                    slot.networks, todo, self.setting.augment, slot.generator, self.precision
+                )
+        except Impure as why:
+            self._impure.add(key)
+            self.why_eager = f"a loss cannot be captured: {why}"
+            return None
+        finally:
+            slot.generator.set_state(state)
+        graph.begin(todo)
+        return graph
 
 
-def order(count: int, length: int, generator: torch.Generator) -> Tensor:
-    """Return `length` indices below `count`: one shuffled pass after the other, so that no batch is ever partial."""
-    passes = -(-length // count)
-    return torch.rand(passes, count, generator=generator, device=generator.device).argsort(1).flatten()[:length]
+class Answer:
+    """A client's answer while it is being given: it stops wherever it asks for a training."""
+
+    def __init__(
+        self, slot: Slot, who: int, handler: Callable[..., Any], memory: Any, data: LocalData, message: Any, call: Call
+    ):
+        self.slot, self.who, self.handler, self.memory = slot, who, handler, memory
+        self.generator, self.trainings, self.images = slot.generator, 0, 0
+        self.loss: float | Tensor = float("nan")
+        self.fit: Fit | None = None  # what it waits for
+        data = seeded_data(data, slot.generator, who, call)
+        self.reply = handler(slot.client, memory, data, message)
+        if isinstance(self.reply, Generator):
+            self._running = self.reply
+            self._resume(lambda: next(self._running))
+
+    @property
+    def asked_fit(self) -> Fit:
+        """The training it waits for."""
+        assert self.fit is not None
+        return self.fit
+
+    def go_on(self, trained: Trained) -> None:
+        """Give it what came of the training it waits for."""
+        self.trainings += 1
+        if trained.count:
+            self.images, self.loss = self.images + trained.count, trained.loss
+        self._resume(lambda: self._running.send(trained))
+
+    def answered(self) -> Answered:
+        """Return the finished answer."""
+        if not is_dataclass(self.reply):
+            raise UserError(
+                f"{self.handler.__qualname__} answers with a {type(self.reply).__name__}; it must be a record"
+            )
+        return Answered(self.reply, size_in_bytes(self.memory), self.loss, self.images)
+
+    def _resume(self, step: Callable[[], Fit]) -> None:
+        try:
+            self.fit = step()
+        except StopIteration as end:
+            self.fit, self.reply = None, end.value
 
 
-def rate(protocol: Protocol, progress: float) -> float:
-    """Return the factor of the learning rate when the share `progress` of a task's rounds is done."""
-    if protocol.schedule == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * progress))
-    return float(0.1**progress) if protocol.schedule == "exponential" else 1.0
+def seeded_data(data: LocalData, generator: torch.Generator, who: int, call: Call) -> LocalData:
+    """Return the data of a client with what this answer draws from."""
+    generator.manual_seed(seed_of(call.seed, who, call.step))
+    return replace(data, generator=generator, cache_seed=seed_of(call.seed, who, "cache", call.task))
 
 
 def cores() -> int:

@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 from fcil.errors import UserError
-from fcil.federation.calls import Answered, Call
+from fcil.federation.calls import Answered, Call, Question
 from fcil.federation.engine import Engine
 from fcil.records import flatten
 from fcil.scenario.memory import Budget
 from fcil.scenario.scenario import Scenario
-from fcil.scenario.tasks import Task
+from fcil.scenario.tasks import LocalData, Task
 
 MOST_CACHES = 128  # clients whose derived data is kept at a time
 
@@ -32,19 +32,26 @@ class InProcess:
     def deliver(
         self, who: Sequence[int], handler: Callable[..., Any], message: Any, call: Call
     ) -> Iterator[tuple[int, Answered]]:
-        """Answer for one client after the other."""
-        message = self.engine.receive(message)
-        for client in who:
-            memory = self.memories[client] if client in self.memories else self.memory()
-            before = _snapshot(memory)
-            data = replace(self.scenario.local(client, self.task), cache=self._cache(client))
-            answered = self.engine.answer(client, handler, memory, data, message, call)
-            if _differ(before, _snapshot(memory)):
-                self.memories[client] = memory
-                self.changed.add(client)
-                self.caches.pop(client, None)  # what was derived from the old memory
-                self._weigh(client, handler, answered.kept)
-            yield client, answered
+        """Let the clients answer, some at a time; the order stays."""
+        message, some = self.engine.receive(message), self.engine.at_once
+        for group in (who[first : first + some] for first in range(0, len(who), some)):
+            questions = [self._question(client) for client in group]
+            before = [_snapshot(question.memory) for question in questions]
+            answers = self.engine.answers(questions, handler, message, call)
+            for question, old, answered in zip(questions, before, answers, strict=True):
+                client = question.who
+                if _differ(old, _snapshot(question.memory)):
+                    self.memories[client] = question.memory
+                    self.changed.add(client)
+                    self.caches.pop(client, None)  # what was derived from the old memory
+                    self._weigh(client, handler, answered.kept)
+                yield client, answered
+
+    def _question(self, client: int) -> Question:
+        def data() -> LocalData:
+            return replace(self.scenario.local(client, self.task), cache=self._cache(client))
+
+        return Question(client, self.memories[client] if client in self.memories else self.memory(), data)
 
     def _cache(self, client: int) -> dict[str, Any]:
         cache = self.caches.pop(client, {})

@@ -61,7 +61,7 @@ def _task_line(task: Task, scenario: Scenario, server: Server, clients: Door, en
     tally, clients.tally = clients.tally, Tally()
     present = clients.everyone()
     kept = [clients.cursor.kept.get(c, 0) for c in present]
-    held = [scenario.held(c, task).tolist() for c in present]
+    held = scenario.holdings(task)[present].tolist()
     old = sum(counts["total"][:-1])
     measured: Callable[[], Line] = getattr(server, "measured", dict)
     return {

@@ -116,12 +116,14 @@ class Folded:
         weight = float(count) if self.by_samples and count is not None else 1.0
         for name, tensor in flat.items():
             self.total[name] = self.total.get(name, 0.0) + weight
-            if tensor.dtype == torch.bool or not tensor.is_floating_point():
+            if not tensor.is_floating_point():
                 self.first.setdefault(name, tensor)
-            if tensor.dtype != torch.bool:
-                _add(self.sums, name, tensor, 1.0)
-            if self.by_samples and tensor.is_floating_point():
-                _add(self.weighted, name, tensor, weight)
+        floats = {name: tensor.detach() for name, tensor in flat.items() if tensor.is_floating_point()}
+        counts = {n: t.to(torch.int64) for n, t in flat.items() if n not in floats and t.dtype != torch.bool}
+        _add(self.sums, floats, 1)
+        _add(self.sums, counts, 1)  # small integers would wrap around
+        if self.by_samples:
+            _add(self.weighted, floats, weight)
 
     def means(self) -> Weights:
         """Return the average of every floating tensor, and the first client's value of every other."""
@@ -129,14 +131,12 @@ class Folded:
         return {n: self.first[n] if n in self.first else sums[n] / total for n, total in self.total.items()}
 
 
-def _add(sums: Weights, name: str, tensor: Tensor, weight: float) -> None:
-    if name in sums:
-        sums[name] = sums[name].add_(tensor, alpha=weight) if weight != 1.0 else sums[name].add_(tensor)
-    else:
-        wide = tensor.dtype if tensor.is_floating_point() else torch.int64  # small integers would wrap around
-        sums[name] = tensor.detach().to(wide, copy=True)
-        if weight != 1.0:
-            sums[name] *= weight
+def _add(sums: Weights, flat: Weights, weight: float) -> None:
+    known = [name for name in flat if name in sums]
+    if known:
+        torch._foreach_add_([sums[n] for n in known], [flat[n] for n in known], alpha=weight)
+    for name in [name for name in flat if name not in known]:
+        sums[name] = flat[name] * weight if weight != 1 else flat[name].clone()
 
 
 def _robust(replies: list[Weights], protocol: Protocol) -> Weights:

@@ -3,9 +3,13 @@
 A checkpoint is a manifest `N.json` and the safetensors files it names, each with its digest. Files are written under
 new names, synced and renamed; the manifest comes last, so a torn checkpoint is one without a valid manifest and is
 passed over. Memories that did not change are not written again: a later manifest names the older file.
+
+A file of memories holds two tensors of bytes: everything end to end, and JSON that says what is in it. A thousand
+clients with a few classes each have tens of thousands of tensors of a few bytes, which take far more by themselves.
 """
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fcil.errors import UserError
 from fcil.files import sha256, write_text
@@ -52,10 +57,11 @@ class Checkpoints:
         self.wait()
         self.folder.mkdir(parents=True, exist_ok=True)
         everything = len(set(self.memory_files.values())) >= MOST_FILES or not self.memory_files
-        copied = {client: _copy(flat) for client, flat in memories(everything).items()}
+        changed = memories(everything)
+        copied = packed(changed) if changed else None
         self.number += 1
         self._thread = threading.Thread(
-            target=self._write, args=(self.number, dict(facts), _copy(state), copied), daemon=True
+            target=self._write, args=(self.number, dict(facts), _copy(state), list(changed), copied), daemon=True
         )
         self._thread.start()
         self._last = time.monotonic()
@@ -87,17 +93,17 @@ class Checkpoints:
     def _busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _write(self, number: int, facts: dict[str, Any], state: Weights, memories: dict[int, Weights]) -> None:
+    def _write(
+        self, number: int, facts: dict[str, Any], state: Weights, changed: list[int], memories: Weights | None
+    ) -> None:
         try:
             files = {f"state-{number}.safetensors": state}
-            if memories:
-                files[f"memories-{number}.safetensors"] = {
-                    f"{client}/{name}": tensor for client, flat in memories.items() for name, tensor in flat.items()
-                }
+            if memories is not None:
+                files[f"memories-{number}.safetensors"] = memories
             for name, flat in files.items():
                 write_tensors(self.folder / name, flat)
                 self.digests[name] = sha256(self.folder / name)
-            self.memory_files |= dict.fromkeys(memories, f"memories-{number}.safetensors")
+            self.memory_files |= dict.fromkeys(changed, f"memories-{number}.safetensors")
             used = {f"state-{number}.safetensors", *self.memory_files.values()}
             manifest = {
                 "facts": facts,
@@ -116,12 +122,10 @@ class Checkpoints:
             if sha256(self.folder / name) != digest:
                 raise ValueError(f"{name} is torn")
         files = {int(client): name for client, name in content["memories"].items()}
-        memories: dict[int, Weights] = {client: {} for client in files}
+        memories: dict[int, Weights] = {}
         for name in set(files.values()):
-            for key, tensor in read_tensors(self.folder / name)[0].items():
-                client, _, field = key.partition("/")
-                if files.get(int(client)) == name:
-                    memories[int(client)][field] = tensor
+            found = unpacked(read_tensors(self.folder / name)[0])
+            memories |= {client: flat for client, flat in found.items() if files.get(client) == name}
         state = read_tensors(self.folder / content["state"])[0]
         self.memory_files, self.digests = files, dict(content["digests"])
         return Saved(content["facts"], state, memories)
@@ -142,5 +146,34 @@ class Checkpoints:
                 path.unlink(missing_ok=True)
 
 
-def _copy(flat: Mapping[str, torch.Tensor]) -> Weights:
+def packed(memories: Mapping[int, Mapping[str, Tensor]]) -> Weights:
+    """Lay the tensors of all clients end to end, with an index of whose and what they are."""
+    index: dict[int, list[tuple[str, str, list[int]]]] = {}
+    content = bytearray()
+    for client, flat in memories.items():
+        index[client] = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in flat.items()]
+        for tensor in flat.values():
+            content += tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    return {"content": _bytes(content), "index": _bytes(bytearray(json.dumps(index).encode()))}
+
+
+def unpacked(flat: Mapping[str, Tensor]) -> dict[int, Weights]:
+    """Invert `packed`."""
+    memories: dict[int, Weights] = {}
+    start = 0
+    for client, listed in json.loads(flat["index"].numpy().tobytes()).items():
+        memories[int(client)] = mine = {}
+        for name, kind, shape in listed:
+            dtype: torch.dtype = getattr(torch, kind)
+            end = start + math.prod(shape) * dtype.itemsize
+            mine[name] = flat["content"][start:end].clone().view(dtype).view(shape)
+            start = end
+    return memories
+
+
+def _bytes(content: bytearray) -> Tensor:
+    return torch.frombuffer(content, dtype=torch.uint8) if content else torch.zeros(0, dtype=torch.uint8)
+
+
+def _copy(flat: Mapping[str, Tensor]) -> Weights:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in flat.items()}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fcil.networks.heads import Body, Normalise
+from fcil.networks.heads import Body, Linear, Normalise, pooled
 
 FIRST_LAYER = 1_700_000  # parameters that the decoder's linear layer may have: what the paper's 1.8M leaves for it
 LARGEST_GRID = 8  # side of the maps that the linear layer makes
@@ -41,12 +41,12 @@ class Encoder(nn.Module):
     def __init__(self, body: nn.Module, latent: int, variational: bool = True):
         super().__init__()
         self.normalise, self.body = Normalise(body.channels), body  # type: ignore[arg-type]
-        self.mean = nn.Linear(body.width, latent)  # type: ignore[arg-type]
-        self.logvar = nn.Linear(body.width, latent) if variational else None  # type: ignore[arg-type]
+        self.mean = Linear(body.width, latent)  # type: ignore[arg-type]
+        self.logvar = Linear(body.width, latent) if variational else None  # type: ignore[arg-type]
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         body: Body = self.body  # type: ignore[assignment]
-        features = body.stages(self.normalise(images))[-1].mean((2, 3))
+        features = pooled(body.stages(self.normalise(images)))
         mean = self.mean(features)
         # e^-10 is no variance to speak of, e^10 no code to speak of: beyond, only overflow waits
         return mean, self.logvar(features).clamp(-10, 10) if self.logvar is not None else torch.zeros_like(mean)
@@ -71,7 +71,7 @@ class Decoder(nn.Module):
         x = self.norms[0](self.linear(codes).view(-1, self.maps, self.grid, self.grid))
         for factor, convolution, norm in zip(self.enlarge, self.convolutions[:2], self.norms[1:], strict=True):
             x = F.leaky_relu(norm(convolution(F.interpolate(x, scale_factor=float(factor)))), 0.2)
-        images: Tensor = self.convolutions[2](x)[..., : self.side, : self.side].sigmoid()
+        images: Tensor = self.convolutions[2](x)[..., : self.side, : self.side].to(codes).sigmoid()
         return images
 
 

@@ -35,13 +35,29 @@ class Normalise(nn.Module):
         return (x - self.centre) / self.spread
 
 
+class Linear(nn.Linear):
+    """A linear layer that computes in the precision of its weights, also where the body before it uses a lower one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_autocast_enabled(x.device.type):
+            return super().forward(x)
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(x.to(self.weight))
+
+
+def pooled(maps: list[Tensor]) -> Tensor:
+    """Return the mean of each of the last maps, (batch, width), in full precision."""
+    last = maps[-1]
+    return last.mean((2, 3), dtype=torch.float32 if last.dtype == torch.bfloat16 else None)
+
+
 class Classifier(nn.Module):
     """Body and linear head; the head has room for every class of the benchmark and is masked to those seen."""
 
     def __init__(self, body: nn.Module, classes: int):
         super().__init__()
         self.normalise, self.body = Normalise(body.channels), body  # type: ignore[arg-type]
-        self.head = nn.Linear(body.width, classes)  # type: ignore[arg-type]
+        self.head = Linear(body.width, classes)  # type: ignore[arg-type]
 
     def stages(self, x: Tensor) -> list[Tensor]:
         """Return the feature maps after every stage."""
@@ -50,7 +66,7 @@ class Classifier(nn.Module):
 
     def features(self, x: Tensor) -> Tensor:
         """Return pooled features, (batch, width)."""
-        return self.stages(x)[-1].mean((2, 3))
+        return pooled(self.stages(x))
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(self.features(x))

@@ -1,5 +1,6 @@
 """Who holds what: a summary and a picture of a scenario's partition."""
 
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def draw_shares(scenario: Scenario, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError("drawing needs matplotlib; install it with: pip install fcil[report]") from None
-    counts = np.max(scenario.shares(), axis=0)  # a class comes in one task; clients that stay on hold it in two
+    counts = reduce(np.maximum, map(scenario.share, scenario.tasks))  # a class comes in one task; clients that stay on hold it in two
     clients, classes = counts.shape
     width, height = min(16.0, max(6.5, 3 + 0.16 * classes)), min(11.0, max(4.5, 2 + 0.1 * clients))
     figure = Figure(figsize=(width, height), dpi=150)
@@ -74,7 +75,7 @@ def draw_shares(scenario: Scenario, path: Path) -> None:
 
 
 def _row(scenario: Scenario, task: Task) -> tuple[str, ...]:
-    held = scenario.shares()[task.index][scenario.present(task)]
+    held = scenario.share(task)[scenario.present(task)]
     sizes, classes, pairs = held.sum(axis=1), (held > 0).sum(axis=1), held[:, list(task.new)]
     return (
         str(task.index + 1),

@@ -18,7 +18,7 @@ from fcil.errors import UserError
 from fcil.files import whole
 from fcil.records import read_tensors, write_tensors
 
-ROWS = 20  # classes shown, at least one of each task
+ROWS = 20  # classes shown, at least one of each task pictured; and tasks pictured
 CELL = 48  # least side of a picture on the page, in pixels
 GAP, LABELS, HEADER = 4, 120, 22
 PAPER, INK, BLANK = (255, 255, 255), (40, 40, 40), (235, 235, 235)
@@ -27,6 +27,14 @@ PAPER, INK, BLANK = (255, 255, 255), (40, 40, 40), (235, 235, 235)
 def shown(classes: Sequence[int], tasks: int) -> Sequence[int]:
     """Return which of a task's classes get a row, if there are so many tasks in all: its first ones."""
     return classes[: max(1, ROWS // tasks)]
+
+
+def pictured(task: int, tasks: int) -> bool:
+    """Tell whether a task, of so many in all, gets a column: all do, and of a long sequence about twenty and the last.
+
+    Otherwise rows and columns both grew with the tasks, and the page with their square.
+    """
+    return task + 1 == tasks or (task + 1) % -(-tasks // ROWS) == 0
 
 
 class Gallery:
@@ -68,7 +76,7 @@ class Gallery:
         side = next(iter(self.pictures.values())).shape[-1]
         cell = side * max(1, -(-CELL // side))
         rows = sorted({int(name.split("/")[2]) for name in self.pictures})
-        columns = ["real", *(f"after {t + 1}" for t in range(tasks)), "centroid"]
+        columns = ["real", *(f"after {t + 1}" for t in range(tasks) if pictured(t, tasks)), "centroid"]
         page = Image.new("RGB", (LABELS + len(columns) * (cell + GAP), HEADER + len(rows) * (cell + GAP)), PAPER)
         draw, font = ImageDraw.Draw(page), ImageFont.load_default(12)
         for x, title in enumerate(columns):
@@ -89,7 +97,7 @@ class Gallery:
         made = [self.pictures.get(f"{t}/made/{j}") for t in range(tasks)]
         first = next((picture for picture in real if picture is not None), None)
         last = next((picture for picture in reversed(made) if picture is not None), None)
-        return [first, *(self.pictures.get(f"{t}/kept/{j}") for t in range(tasks)), last]
+        return [first, *(self.pictures.get(f"{t}/kept/{j}") for t in range(tasks) if pictured(t, tasks)), last]
 
 
 def _image(picture: Tensor) -> Image.Image:

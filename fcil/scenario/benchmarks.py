@@ -79,6 +79,11 @@ class Protocol:
     momentum: float = knob(0.9, "momentum of the local SGD, fresh in every round", least=0, most=0.999)
     weight_decay: float = knob(5e-4, "weight decay of the local SGD", least=0)
     clip: float = knob(10.0, "largest norm of a step's gradient; 0 is no limit", least=0)
+    precision: str = knob(
+        "bf16",
+        "arithmetic of local training on a GPU, where weights stay fp32; a CPU has fp32",
+        choices=("bf16", "fp32"),
+    )
     weighting: str = knob("plain", "weight of a client in the average", choices=("plain", "samples"))
     aggregate: str = knob("mean", "how replies are averaged", choices=("mean", "median", "trimmed"))
     trim: float = knob(0.1, "share cut off at each end by the trimmed mean", least=0, most=0.49)

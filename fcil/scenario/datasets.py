@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from fcil.errors import UserError, unknown
+from fcil.scenario import synthetic
 from fcil.scenario.images import decoded, resized
 from fcil.scenario.sources import Source, find, folder_source
 
@@ -22,6 +23,7 @@ LICENCES = {
     "cifar100": "CIFAR-100 (Krizhevsky 2009), for research use",
     "tiny-imagenet": "TinyImageNet (Stanford CS231n), under ImageNet's terms: non-commercial research",
     "imagenet-subset": "ImageNet (Deng et al. 2009), under its terms: non-commercial research",
+    "synthetic": "made up by fcil, Apache-2.0",
 }
 HUB = {"cifar100": ("uoft-cs/cifar100", "test"), "tiny-imagenet": ("zh-plus/tiny-imagenet", "valid")}
 IMAGENET_LAYOUTS = ("imagenet", "imagenet/ILSVRC/Data/CLS-LOC", "ILSVRC/Data/CLS-LOC", "ILSVRC")
@@ -49,6 +51,8 @@ def load(name: str, image_size: int = 0) -> Dataset:
     """
     if name == "digits":
         return _digits(image_size)
+    if asked := synthetic.size(name):
+        return _synthetic(name, *asked, image_size)
     if name == "imagenet-subset":
         return _from_source(name, LICENCES[name], _imagenet_subset(), image_size or IMAGENET_SIZE)
     if name in HUB:
@@ -94,6 +98,14 @@ def _digits(image_size: int) -> Dataset:
         test[mine[: round(len(mine) / 5)]] = True
     licence, names = LICENCES["digits"], tuple("0123456789")
     return Dataset("digits", images[~test], labels[~test], images[test], labels[test], names, licence, 0)
+
+
+def _synthetic(name: str, classes: int, train: int, image_size: int) -> Dataset:
+    halves = synthetic.images(name, classes, train, image_size)
+    pixels = [torch.from_numpy(half).flatten(0, 1) for half in halves]
+    labels = [torch.arange(classes).repeat_interleave(half.shape[1]) for half in halves]
+    names = tuple(f"pattern {j}" for j in range(classes))
+    return Dataset(name, pixels[0], labels[0], pixels[1], labels[1], names, LICENCES["synthetic"], 0)
 
 
 def _known_folder(name: str) -> Path:

@@ -3,6 +3,8 @@
 Everything follows from the benchmark and the run's seed. Images stay where the dataset has them; shares are indices.
 """
 
+from collections.abc import Collection, Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,6 +23,28 @@ NONE = np.zeros(0, dtype=np.int64)
 
 class DataGone(Exception):
     """A method asked for the images of a task that is over."""
+
+
+class Deal:
+    """Who got which images in a task: all shares in one array, as many small ones would outweigh what is in them."""
+
+    def __init__(self, clients: Indices, shares: Mapping[int, Indices]) -> None:
+        self.clients, mine = clients, [shares[int(c)] for c in clients]  # in order
+        self.sizes = np.array([len(share) for share in mine], dtype=np.int64)
+        self.ends, self.images = np.cumsum(self.sizes), np.concatenate([NONE, *mine])
+
+    def of(self, client: int) -> Indices:
+        """Return the share of one client; nothing if it was not there."""
+        row = int(np.searchsorted(self.clients, client))
+        if row == len(self.clients) or self.clients[row] != client:
+            return NONE
+        return self.images[self.ends[row] - self.sizes[row] : self.ends[row]]
+
+    def pairs(self, without: Collection[int] = ()) -> tuple[Indices, Indices]:
+        """Return the client of each image, and the image, but for the images of some clients."""
+        owners = np.repeat(self.clients, self.sizes)
+        chosen = ~np.isin(owners, list(without)) if without else slice(None)
+        return owners[chosen], self.images[chosen]
 
 
 class Scenario:
@@ -55,7 +79,7 @@ class Scenario:
         sampling = seed if b.sampling_seed == -1 else b.sampling_seed
         self.schedule = Schedule(b.tasks, b.clients, b.active, b.joining, b.leaving, sampling)
         self._stayed: list[set[int]] = []
-        self._deals: list[dict[int, Indices]] = []
+        self._deals: list[Deal] = []
         for task in self.tasks:
             self._deal(task)
         self._begun = 0
@@ -80,7 +104,7 @@ class Scenario:
         if task.index != self._begun:
             when = "is over" if task.index < self._begun else "has not begun"
             raise DataGone(f"task {task.index} {when}: clients hold the images of task {self._begun}")
-        mine = self._deals[task.index].get(client, NONE)
+        mine = self._deals[task.index].of(client)
         images = self._images[torch.from_numpy(mine).to(self.device)]
         return LocalData(task, images, torch.from_numpy(self._slots[mine]).to(self.device))
 
@@ -90,23 +114,29 @@ class Scenario:
         labels = np.repeat(np.array(task.new, dtype=np.int64), [len(self._test[j]) for j in task.new])
         return self._test_images[torch.from_numpy(where).to(self.device)], torch.from_numpy(labels).to(self.device)
 
+    def share(self, task: Task) -> Indices:
+        """Return how many images of each class every client holds in a task: an array (clients ever, classes)."""
+        return self._counted([self._deals[task.index].pairs()])
+
     def shares(self) -> list[Indices]:
-        """Return for each task how many images of each class every client holds: arrays (clients ever, classes)."""
-        tables = [np.zeros((self.schedule.total, self.capacity), dtype=np.int64) for _ in self.tasks]
-        for table, deal in zip(tables, self._deals, strict=True):
-            for client, mine in deal.items():
-                table[client] = np.bincount(self._slots[mine], minlength=self.capacity)
-        return tables
+        """Return the arrays of all tasks; one after the other they take far less memory."""
+        return [self.share(task) for task in self.tasks]
+
+    def holdings(self, task: Task) -> Indices:
+        """Return how many images of each class every client has had up to and with `task`, each counted once."""
+        so_far = zip(self._deals[: task.index + 1], self._stayed, strict=False)
+        return self._counted([deal.pairs(without=stayed) for deal, stayed in so_far])
 
     def held(self, client: int, task: Task) -> Indices:
-        """Return how many images of each class a client has had up to and with `task`, each counted once."""
-        fresh = [deal[client] for deal in self._fresh(task) if client in deal]
-        return np.bincount(self._slots[np.concatenate([NONE, *fresh])], minlength=self.capacity)
+        """Return the row of one client in `holdings`."""
+        mine: Indices = self.holdings(task)[client]
+        return mine
 
-    def _fresh(self, task: Task) -> list[dict[int, Indices]]:
-        """Return what each task so far brought that a client did not have before."""
-        upto = zip(self._deals[: task.index + 1], self._stayed, strict=False)
-        return [{c: mine for c, mine in deal.items() if c not in stayed} if stayed else deal for deal, stayed in upto]
+    def _counted(self, pairs: list[tuple[Indices, Indices]]) -> Indices:
+        """Count images by client and class."""
+        shape = self.schedule.total, self.capacity
+        cells = np.concatenate([clients * self.capacity + self._slots[images] for clients, images in pairs])
+        return np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape)
 
     def _deal(self, task: Task) -> None:
         b, t = self.benchmark, task.index
@@ -119,8 +149,9 @@ class Scenario:
             b.partition, self._slots[pool], len(takers), rng,
             alpha=b.alpha, class_share=b.class_share, exponent=b.exponent,
         )  # fmt: skip
-        deal = {c: pool[share] for c, share in zip(takers, shares, strict=True)}
-        self._deals.append(deal | {c: self._deals[-1][c] for c in stayed})
+        dealt = {c: pool[share] for c, share in zip(takers, shares, strict=True)}
+        kept = {c: self._deals[-1].of(c) for c in stayed}
+        self._deals.append(Deal(np.array(self.present(task), dtype=np.int64), dealt | kept))
         self._stayed.append(stayed)
 
     def _draw_stayed(self, task: Task) -> set[int]:
@@ -134,10 +165,10 @@ class Scenario:
     def _oddities(self) -> list[str]:
         found = []
         data, asked, everyone = self.dataset, self.benchmark.dataset, self.schedule.total
-        empty = {c for deal in self._deals for c, mine in deal.items() if len(mine) == 0}
+        empty = {c for deal in self._deals for c in deal.clients[deal.sizes == 0].tolist()}
         if empty:
             found.append(f"{len(empty)} of {everyone} clients have no image in some task; they answer with count 0")
-        held = [np.unique(self._slots[np.concatenate([NONE, *deal.values()])]) for deal in self._deals]
+        held = [np.unique(self._slots[deal.images]) for deal in self._deals]
         missing = sum(len(set(task.new) - set(some.tolist())) for task, some in zip(self.tasks, held, strict=True))
         if missing:
             found.append(f"{missing} of {self.capacity} classes are held by no client when their task comes")

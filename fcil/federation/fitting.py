@@ -1,0 +1,208 @@
+"""A Fit, done step by step: what every way of training has in common, and the plain way.
+
+The plain way is a loop of PyTorch's own optimiser. Networks, optimisers and their buffers are made once and used again
+for every client.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fcil.blocks.augment import augmented
+from fcil.blocks.training import weights_of
+from fcil.errors import UserError
+from fcil.federation.calls import Call
+from fcil.method import Batch, Fit, Loss, Nets, Pool, Trained
+from fcil.records import Weights
+from fcil.scenario.benchmarks import Protocol
+
+
+@dataclass(frozen=True)
+class Work:
+    """A Fit with all that the protocol adds to it."""
+
+    fit: Fit
+    pools: Mapping[str, Pool]  # those that have anything in them; the Fit's own is called ""
+    sizes: Mapping[str, int]  # images of each in a step
+    steps: int
+    rates: list[float]  # the learning rate of every step
+    momentum: float
+    weight_decay: float
+    clip: float
+
+    def tables(self, generator: torch.Generator) -> dict[str, Tensor]:
+        """Draw what every step takes of each pool: (steps, size) indices."""
+        return {
+            name: order(len(pool), self.steps * self.sizes[name], generator).view(self.steps, -1)
+            for name, pool in self.pools.items()
+        }
+
+
+def work(fit: Fit, protocol: Protocol, call: Call) -> Work:
+    """Say what is to be done for a Fit whose pool is not empty."""
+    size = fit.pool.batch_size or protocol.batch_size
+    steps = fit.steps or protocol.steps or math.ceil(protocol.epochs * len(fit.pool) / size)
+    pools = {"": fit.pool, **{name: pool for name, pool in fit.beside.items() if len(pool)}}
+    return Work(
+        fit, pools, {name: pool.batch_size or size for name, pool in pools.items()}, steps,
+        rates=[fit.lr * rate(protocol, (call.round + step / steps) / call.rounds) for step in range(steps)],
+        momentum=protocol.momentum if fit.momentum is None else fit.momentum,
+        weight_decay=protocol.weight_decay if fit.weight_decay is None else fit.weight_decay,
+        clip=protocol.clip,
+    )  # fmt: skip
+
+
+def order(count: int, length: int, generator: torch.Generator) -> Tensor:
+    """Return `length` indices below `count`: one shuffled pass after the other, so that no batch is ever partial."""
+    passes = -(-length // count)
+    return torch.rand(passes, count, generator=generator, device=generator.device).argsort(1).flatten()[:length]
+
+
+def rate(protocol: Protocol, progress: float) -> float:
+    """Return the factor of the learning rate when the share `progress` of a task's rounds is done."""
+    if protocol.schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    return float(0.1**progress) if protocol.schedule == "exponential" else 1.0
+
+
+def drawn(pools: Mapping[str, Pool], rows: Mapping[str, Tensor], how: str, generator: torch.Generator) -> Batch:
+    """Return the batch of one step from the rows of each pool that it takes."""
+    batches = {name: _batch(pool, rows[name], how, generator) for name, pool in pools.items()}
+    return replace(batches.pop(""), beside=batches)
+
+
+def _batch(pool: Pool, rows: Tensor, how: str, generator: torch.Generator) -> Batch:
+    images = pool.images[rows]
+    if images.dtype == torch.uint8:
+        images = images.to(torch.get_default_dtype()) / 255
+    if images.ndim == 4:
+        images = augmented(images, how, generator) if pool.augment else images
+        if images.is_cuda:
+            images = images.contiguous(memory_format=torch.channels_last)
+    return Batch(images, pool.labels[rows], generator, {name: t[rows] for name, t in pool.extra.items()})
+
+
+def descend(
+    loss: Loss,
+    nets: Nets,
+    batch: Batch,
+    given: Any,
+    optimizer: torch.optim.Optimizer,
+    clip: float,
+    precision: AbstractContextManager[Any],
+) -> Tensor:
+    """Take one step down and return the loss it was taken from."""
+    optimizer.zero_grad()
+    with precision:
+        value = loss(nets, batch, given)
+    value.backward()  # type: ignore[no-untyped-call]
+    if clip:
+        nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], clip)
+    optimizer.step()
+    return value.detach()
+
+
+class Networks:
+    """The networks of a slot, and the optimisers of what trains in them."""
+
+    def __init__(self, nets: Mapping[str, nn.Module]):
+        self.nets = nets
+        self._state = {name: net.state_dict(keep_vars=True) for name, net in nets.items()}
+        self._optimizers: dict[tuple[Any, ...], torch.optim.SGD] = {}
+
+    def load(self, fit: Fit) -> None:
+        """Copy the weights that a Fit starts from into its networks."""
+        if unheard := fit.load.keys() - self.nets.keys():
+            raise UserError(f"a Fit loads {', '.join(unheard)}; this client's networks are {', '.join(self.nets)}")
+        if missing := {path.split(".")[0] for path in fit.trains} - fit.load.keys():
+            raise ValueError(f"a Fit trains {sorted(missing)} but does not load it: say what weights it starts from")
+        for name, weights in fit.load.items():
+            mine = self._state[name]
+            if mine.keys() != weights.keys() or any(mine[n].shape != w.shape for n, w in weights.items()):
+                self.nets[name].load_state_dict(weights)  # says what does not fit
+            copy(mine, weights)
+
+    def thaw(self, fit: Fit) -> None:
+        """Let what a Fit trains learn, and freeze all else."""
+        for net in self.nets.values():
+            net.eval().requires_grad_(False)
+        for part in self._parts(fit):
+            part.train().requires_grad_(True)
+
+    def optimizer(self, fit: Fit, momentum: float, weight_decay: float) -> torch.optim.SGD:
+        """Return a fresh optimiser of what a Fit trains: the same one, with its buffers emptied."""
+        key = fit.trains, momentum, weight_decay
+        if key not in self._optimizers:
+            parameters = [p for part in self._parts(fit) for p in part.parameters()]
+            device = parameters[0].device
+            lr: Any = torch.zeros((), device=device) if device.type == "cuda" else 0.0
+            made = torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=weight_decay, fused=True)
+            if momentum:  # from zeros the first step is the same, and none of them differs from the others
+                for p in parameters:
+                    made.state[p]["momentum_buffer"] = torch.zeros_like(p, requires_grad=False)
+            self._optimizers[key] = made
+        optimizer = self._optimizers[key]
+        if momentum:
+            torch._foreach_zero_([state["momentum_buffer"] for state in optimizer.state.values()])
+        return optimizer
+
+    def trained(self, fit: Fit, count: int, loss: Tensor) -> Trained:
+        """Return copies of what was trained."""
+        names = dict.fromkeys(path.split(".")[0] for path in fit.trains)
+        return Trained({name: self._copied(name) for name in names}, count, loss)
+
+    def untrained(self, fit: Fit) -> Trained:
+        """Return what a Fit without images comes to."""
+        return self.trained(fit, 0, torch.tensor(float("nan")))
+
+    def _copied(self, name: str) -> Weights:
+        return weights_of(self.nets[name])
+
+    def _parts(self, fit: Fit) -> Iterator[nn.Module]:
+        for path in fit.trains:
+            name, _, rest = path.partition(".")
+            yield self.nets[name].get_submodule(rest)
+
+
+def copy(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Copy tensors by name into others that stay where they are."""
+    with torch.no_grad():
+        for counts in (False, True):  # one kind at a time: on a GPU those of a kind are copied at once
+            names = [name for name, tensor in into.items() if tensor.is_floating_point() != counts]
+            if names:
+                torch._foreach_copy_([into[name] for name in names], [values[name] for name in names])
+
+
+Precision = Callable[[], AbstractContextManager[Any]]
+
+
+def plainly(
+    networks: Networks, todo: Work, how: str, generator: torch.Generator, given: Any, precision: Precision
+) -> Trained:
+    """Do a local training as a loop."""
+    fit = todo.fit
+    networks.thaw(fit)
+    networks.load(fit)
+    optimizer = networks.optimizer(fit, todo.momentum, todo.weight_decay)
+    nets = {name: networks.nets[name] for name in fit.load}
+    tables, total = todo.tables(generator), torch.zeros((), device=generator.device)
+    for step, lr in enumerate(todo.rates):
+        _set_rate(optimizer, lr)
+        batch = drawn(todo.pools, {name: table[step] for name, table in tables.items()}, how, generator)
+        total += descend(fit.loss, nets, batch, given, optimizer, todo.clip, precision())
+    for name in {path.split(".")[0] for path in fit.trains}:
+        networks.nets[name].eval()
+    return networks.trained(fit, len(fit.pool), total / todo.steps)
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    group = optimizer.param_groups[0]
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
