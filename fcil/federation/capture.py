@@ -5,18 +5,21 @@ the slot's networks, the images of each pool, the rows that each step takes of i
 number of the step, `given`. Clients of different sizes need no new graph, only a larger buffer now and then.
 """
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fcil.federation.fitting import Networks, Work, copy, descend, drawn
-from fcil.method import Pool, Trained
+from fcil.method import Loss, Pool, Trained
 from fcil.records import NUMBERS, flatten, unflatten
 
 WARM_UP = 3  # steps before a capture, in which libraries choose their kernels
@@ -85,25 +88,31 @@ class Graph:
         self.optimizer = networks.optimizer(fit, todo.momentum, todo.weight_decay)
         nets = {name: networks.nets[name] for name in fit.load}
 
-        def one_step(watched: bool = False) -> None:
+        self.half = Halves(nets) if isinstance(precision(), torch.autocast) else None
+        self.counters = Counters(nets)
+
+        def one_step(loss: Loss) -> None:
             self.optimizer.param_groups[0]["lr"].copy_(self.rates.index_select(0, self.step).squeeze(0))
             rows = {name: table.index_select(0, self.step).squeeze(0) for name, table in self.rows.items()}
             batch = drawn(self.pools, rows, how, generator)
-            loss = _watched(fit.loss) if watched else fit.loss
-            self.total += descend(loss, nets, batch, self.given, self.optimizer, todo.clip, precision())
+            with self.half or nullcontext(), precision():
+                value = loss(nets, batch, self.given)
+            self.total += descend(value, self.optimizer, todo.clip, self.half.gather if self.half else lambda: None)
             self.step += 1
 
         self.begin(todo)
-        self.stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self.stream):
-            for number in range(WARM_UP):
-                one_step(watched=number == 0)
+            with self.counters.counting():
+                one_step(_watched(fit.loss))
+            for _ in range(WARM_UP):
                 self.step.zero_()
+                one_step(fit.loss)
         torch.cuda.current_stream(device).wait_stream(self.stream)
         self.graph.register_generator_state(generator)
         # only this thread's work is captured: a checkpoint may be on its way to the disk
-        with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
-            one_step()
+        capture = torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local")
+        with self.counters.stopped(), capture:
+            one_step(fit.loss)
 
     def fits(self, todo: Work) -> bool:
         """Tell whether the buffers have room for a training of this kind."""
@@ -125,6 +134,8 @@ class Graph:
         self.rates[: todo.steps].copy_(torch.tensor(todo.rates), non_blocking=True)
         if self.given is not None:
             copy(_flat(self.given), _flat(todo.fit.given))
+        if self.half:
+            self.half.refresh_frozen()
         self.step.zero_()
         self.total.zero_()
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -137,7 +148,89 @@ class Graph:
     def trained(self) -> Trained:
         """Return what came of it, for whoever computes after it on the current stream."""
         torch.cuda.current_stream().wait_stream(self.stream)
+        self.counters.add(self.todo.steps)
         return self.networks.trained(self.todo.fit, len(self.todo.fit.pool), self.total / self.todo.steps)
+
+
+class Halves:
+    """Copies in half precision of the weights of convolutions and linear layers, all made at once.
+
+    Inside, those layers compute with them, as autocasting would have them do after casting one weight after the other.
+    The weights themselves are untouched: a loss that looks at them sees them in full precision.
+    """
+
+    def __init__(self, nets: Mapping[str, nn.Module]):
+        layers = [m for net in nets.values() for m in net.modules() if type(m) in (nn.Conv2d, nn.Linear)]
+        weights = {id(p): p for layer in layers for p in layer.parameters(recurse=False)}
+        halves = {k: p.detach().to(torch.bfloat16).requires_grad_(p.requires_grad) for k, p in weights.items()}
+        self.of = {
+            layer: {name: None if (p := getattr(layer, name)) is None else halves[id(p)] for name in ("weight", "bias")}
+            for layer in layers
+        }
+        pairs: list[tuple[Tensor, Tensor]] = [(p, halves[k]) for k, p in weights.items()]
+        self.learning = [(p, half) for p, half in pairs if p.requires_grad]
+        self.frozen = [(p, half) for p, half in pairs if not p.requires_grad]
+
+    def __enter__(self) -> None:
+        _copied(self.learning)
+        for layer, halves in self.of.items():
+            compute: Callable[..., Tensor] = layer._conv_forward if isinstance(layer, nn.Conv2d) else F.linear
+            vars(layer)["forward"] = partial(compute, **halves)
+
+    def __exit__(self, *_: object) -> None:
+        for layer in self.of:
+            del layer.forward
+
+    def refresh_frozen(self) -> None:
+        """Copy the weights that do not learn."""
+        _copied(self.frozen)
+
+    def gather(self) -> None:
+        """Add the copies' gradients to those of the weights."""
+        used = [(p, half, half.grad) for p, half in self.learning if half.grad is not None]
+        grads = [torch.empty_like(p) for p, _, _ in used]
+        if used:
+            torch._foreach_copy_(grads, [grad for _, _, grad in used])
+        for (p, half, _), grad in zip(used, grads, strict=True):
+            p.grad, half.grad = grad if p.grad is None else p.grad + grad, None
+
+
+def _copied(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    if pairs:
+        with torch.no_grad():
+            torch._foreach_copy_([half for _, half in pairs], [p for p, _ in pairs])
+
+
+class Counters:
+    """The counters of batches that normalisation layers keep: added up once a training, not once a step."""
+
+    def __init__(self, nets: Mapping[str, nn.Module]):
+        found = [m for net in nets.values() for m in net.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        self.layers = [layer for layer in found if layer.momentum is not None and layer.num_batches_tracked is not None]
+        self.tensors: list[Tensor] = [layer.num_batches_tracked for layer in self.layers]  # type: ignore[misc]
+        self.each: list[int] = []  # what a step adds
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Find out what the step inside adds."""
+        before = torch.stack(self.tensors).tolist() if self.tensors else []
+        yield
+        after = torch.stack(self.tensors).tolist() if self.tensors else []
+        self.each = [new - old for old, new in zip(before, after, strict=True)]
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Do not count inside."""
+        for layer in self.layers:
+            layer.num_batches_tracked = None
+        yield
+        for layer, tensor in zip(self.layers, self.tensors, strict=True):
+            layer.num_batches_tracked = tensor
+
+    def add(self, steps: int) -> None:
+        """Count these steps."""
+        for each in set(self.each) - {0}:
+            torch._foreach_add_([t for t, n in zip(self.tensors, self.each, strict=True) if n == each], each * steps)
 
 
 def kind(todo: Work) -> Any:
@@ -162,8 +255,8 @@ def kind(todo: Work) -> Any:
 
 def _watched(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def watched(*args: Any) -> Tensor:
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings(action="ignore"):  # that it does not see everything
+            torch.cuda.set_sync_debug_mode("error")
         try:
             with Watch():  # type: ignore[no-untyped-call]
                 return loss(*args)
@@ -172,7 +265,7 @@ def _watched(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 raise Impure("it makes Python wait for the GPU, as .tolist() or .cpu() does") from error
             raise
         finally:
-            torch.cuda.set_sync_debug_mode(before)
+            torch.cuda.set_sync_debug_mode("default")
 
     return watched
 

@@ -77,7 +77,7 @@ class Engine:
         self, questions: Sequence[Question], handler: Callable[..., Any], message: Any, call: Call
     ) -> Iterator[Answered]:
         """Let clients answer, as many at a time as there are slots; their order is that of the questions."""
-        if self.at_once == 1:
+        if self.eager:
             for asked in questions:
                 yield self.answer(asked.who, handler, asked.memory, asked.data(), message, call)
             return
@@ -88,9 +88,10 @@ class Engine:
         self, who: int, handler: Callable[..., Any], memory: Any, data: LocalData, message: Any, call: Call
     ) -> Answered:
         """Let one client answer; where it trains, do what it describes."""
-        slot = self.slots[0]
+        if not self.eager:
+            return next(self._together([Question(who, memory, lambda: data)], handler, message, call))
         with threads(1), seeded(call.seed, who, call.step, "stray"):
-            answer = Answer(slot, who, handler, memory, data, message, call)
+            answer = Answer(self.slots[0], who, handler, memory, data, message, call)
             while answer.fit is not None:
                 answer.go_on(self.fit(answer.fit, call, answer.generator))
         return answer.answered()

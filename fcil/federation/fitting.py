@@ -17,7 +17,7 @@ from fcil.blocks.augment import augmented
 from fcil.blocks.training import weights_of
 from fcil.errors import UserError
 from fcil.federation.calls import Call
-from fcil.method import Batch, Fit, Loss, Nets, Pool, Trained
+from fcil.method import Batch, Fit, Pool, Trained
 from fcil.records import Weights
 from fcil.scenario.benchmarks import Protocol
 
@@ -88,22 +88,15 @@ def _batch(pool: Pool, rows: Tensor, how: str, generator: torch.Generator) -> Ba
 
 
 def descend(
-    loss: Loss,
-    nets: Nets,
-    batch: Batch,
-    given: Any,
-    optimizer: torch.optim.Optimizer,
-    clip: float,
-    precision: AbstractContextManager[Any],
+    value: Tensor, optimizer: torch.optim.Optimizer, clip: float, gather: Callable[[], None] = lambda: None
 ) -> Tensor:
-    """Take one step down and return the loss it was taken from."""
-    optimizer.zero_grad()
-    with precision:
-        value = loss(nets, batch, given)
+    """Take one step down from the loss `value`; `gather` puts gradients into their place."""
     value.backward()  # type: ignore[no-untyped-call]
+    gather()
     if clip:
         nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], clip)
     optimizer.step()
+    optimizer.zero_grad()
     return value.detach()
 
 
@@ -194,7 +187,9 @@ def plainly(
     for step, lr in enumerate(todo.rates):
         _set_rate(optimizer, lr)
         batch = drawn(todo.pools, {name: table[step] for name, table in tables.items()}, how, generator)
-        total += descend(fit.loss, nets, batch, given, optimizer, todo.clip, precision())
+        with precision():
+            loss = fit.loss(nets, batch, given)
+        total += descend(loss, optimizer, todo.clip)
     for name in {path.split(".")[0] for path in fit.trains}:
         networks.nets[name].eval()
     return networks.trained(fit, len(fit.pool), total / todo.steps)

@@ -22,8 +22,8 @@ class Block(nn.Module):
             self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
+        y = F.relu(self.norm1(self.conv1(x)), inplace=True)
+        return F.relu(self.norm2(self.conv2(y)).add_(self.shortcut(x)), inplace=True)
 
 
 class ResNet18(nn.Module):
@@ -35,7 +35,7 @@ class ResNet18(nn.Module):
     def __init__(self, channels: int = 3):
         super().__init__()
         self.channels = channels
-        self.stem = nn.Sequential(nn.Conv2d(channels, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU())
+        self.stem = nn.Sequential(nn.Conv2d(channels, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU(True))
         plan = [(64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)]
         self.layers = nn.ModuleList(nn.Sequential(Block(i, o, stride), Block(o, o, 1)) for i, o, stride in plan)
 

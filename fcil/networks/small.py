@@ -14,7 +14,7 @@ class SmallNet(nn.Module):
         self.channels = channels
         plan = [(channels, 16, 1), (16, 32, 2), (32, 64, 2)]
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(i, o, 3, stride, 1, bias=False), nn.BatchNorm2d(o), nn.ReLU())
+            nn.Sequential(nn.Conv2d(i, o, 3, stride, 1, bias=False), nn.BatchNorm2d(o), nn.ReLU(True))
             for i, o, stride in plan
         )
 
