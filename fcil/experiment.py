@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fcil.errors import UserError
+from fcil.federation.adaptive import crew
 from fcil.federation.calls import Call
 from fcil.federation.clients import Cursor, Door
 from fcil.federation.engine import Engine, seeded, threads
@@ -25,7 +26,7 @@ from fcil.federation.in_process import InProcess
 from fcil.federation.loop import Line, learn
 from fcil.federation.store import Checkpoints
 from fcil.files import sha256, write_text
-from fcil.machine import commit, peak, reset_peak
+from fcil.machine import commit, keep_memory, peak, reset_peak
 from fcil.method import Method, Pictures, Server, Setting
 from fcil.methods import DEFAULT, family, method
 from fcil.plan import Plan, plan
@@ -109,6 +110,7 @@ def execute(
                 checkpoints.wait()
             _finish(wanted, parts, folder)
         finally:
+            parts.transport.close()
             checkpoints.join()  # nothing may be under way when the folder is let go
 
 
@@ -130,6 +132,8 @@ def assemble(
 ) -> Parts:
     """Build scenario, method, engine and door of a plan."""
     place = the_device(device)
+    if place == "cpu":
+        keep_memory()
     scenario = scenario or Scenario(wanted.benchmark, wanted.seed, device=place)
     setting = setting_of(wanted, scenario.capacity, scenario.shape)
     made = method(wanted.method)
@@ -137,7 +141,10 @@ def assemble(
         server = made.server(wanted.config, setting)
         engine = Engine(made, wanted.config, setting, place, workers, eager)
     allowed = None if family(wanted.method) == "bound" else scenario.budget
-    transport = InProcess(engine, scenario, made.memory, allowed)
+    answering = (
+        crew(workers, engine, scenario, method, wanted.method, wanted.config, wanted.source) if place == "cpu" else None
+    )
+    transport = InProcess(engine, scenario, made.memory, allowed, answering)
     return Parts(
         scenario, setting, server, engine, transport, Door(transport, scenario, wanted.protocol, wanted.seed), made
     )

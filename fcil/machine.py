@@ -1,5 +1,6 @@
-"""What the machine says of a run: the commit of the code, and the most memory it had."""
+"""The machine under a run: the commit of its code, the memory it took and keeps."""
 
+import ctypes
 import resource
 import subprocess
 import sys
@@ -7,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 def commit() -> str:
@@ -38,6 +41,14 @@ def peak(device: torch.device) -> int:
     except (OSError, IndexError, ValueError):
         scale = 1 if sys.platform == "darwin" else 1024
         return scale * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def keep_memory() -> None:
+    """Let this process keep the memory that it frees: getting it anew takes longer than a small training needs it."""
+    with suppress(AttributeError, OSError):  # where the C library is another one
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, 2**30)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**30)
 
 
 def _git(*words: str, at: Path) -> str:

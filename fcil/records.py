@@ -6,6 +6,7 @@ One flatten/unflatten pair therefore serves the network, the disk and the ledger
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
@@ -68,13 +69,18 @@ def flatten(rec: Any) -> Weights:
 def unflatten(cls: type[T], flat: Mapping[str, Tensor]) -> T:
     """Invert `flatten`, guided by the annotations of `cls`."""
     values: dict[str, Any] = {}
-    for name, kind in get_type_hints(cls).items():
+    for name, kind in _hints(cls).items():  # type: ignore[arg-type]
         if get_origin(kind) is dict:
             key, prefix = get_args(kind)[0], name + "/"
             values[name] = {key(k.removeprefix(prefix)): v for k, v in flat.items() if k.startswith(prefix)}
         else:
             values[name] = flat[name] if kind is Tensor else kind(flat[name].item())
     return cls(**values)
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
 
 
 def size_in_bytes(rec: Any) -> int:

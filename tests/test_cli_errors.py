@@ -84,7 +84,7 @@ WRONG = [
     ("run --benchmark cifar10", "no benchmark 'cifar10'", "did you mean 'cifar100-10x10'", "a .toml file"),
     ("benchmarks nope", "no benchmark 'nope'", "allowed: digits"),
     ("benchmarks --show", "which benchmark", "fcil benchmarks NAME --show"),
-    ("run --protocol fast", "no protocol 'fast'", "allowed: quick, short, paper"),
+    ("run --protocol fast", "no protocol 'fast'", "allowed: brief, quick, short, paper"),
     ("run --protocol shrt", "did you mean 'short'"),
     ("run --device gpu", "device=gpu is not allowed", "auto, cpu, cuda"),
     # values

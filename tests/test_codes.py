@@ -29,8 +29,17 @@ def size(stored: Tensor) -> int:
     return stored.numel() * stored.element_size()
 
 
+def packed_one(codes: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    stored, scales = packed({7: codes}, bits)
+    return stored[7], scales[7]
+
+
+def unpacked_one(stored: Tensor, scale: Tensor, bits: int, width: int) -> Tensor:
+    return unpacked({7: stored}, {7: scale}, bits, width)[7]
+
+
 def restored(codes: Tensor, bits: int) -> Tensor:
-    return unpacked(*packed(codes, bits), bits, codes.shape[1])
+    return unpacked_one(*packed_one(codes, bits), bits, codes.shape[1])
 
 
 def of_any_size(test: Callable[..., None]) -> Callable[..., None]:
@@ -64,23 +73,23 @@ def test_codes_come_back_within_half_a_level(bits: int, count: int, width: int, 
 
 @of_any_size
 def test_codes_take_the_bytes_that_are_charged(bits: int, count: int, width: int, spread: float, seed: int) -> None:
-    stored, scale = packed(some_codes(count, width, spread, seed), bits)
+    stored, scale = packed_one(some_codes(count, width, spread, seed), bits)
     assert len(stored) == count and size(stored) == count * code_bytes(width, bits)
     assert size(scale) == scale_bytes(bits) and scale.dtype == torch.float32
 
 
 @of_any_size
 def test_packing_again_changes_nothing(bits: int, count: int, width: int, spread: float, seed: int) -> None:
-    stored, scale = packed(some_codes(count, width, spread, seed), bits)
-    again, same = packed(unpacked(stored, scale, bits, width), bits)
+    stored, scale = packed_one(some_codes(count, width, spread, seed), bits)
+    again, same = packed_one(unpacked_one(stored, scale, bits, width), bits)
     assert torch.equal(again, stored) and torch.equal(same, scale)
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_some_of_the_codes_can_be_kept_and_the_others_dropped(bits: int) -> None:
     codes = some_codes(5, 307, 1.0, 0)
-    stored, scale = packed(codes, bits)
-    assert torch.equal(unpacked(stored[1:3], scale, bits, 307), restored(codes, bits)[1:3])
+    stored, scale = packed_one(codes, bits)
+    assert torch.equal(unpacked_one(stored[1:3], scale, bits, 307), restored(codes, bits)[1:3])
 
 
 @pytest.mark.parametrize("bits", FEW)
@@ -89,23 +98,23 @@ def test_the_largest_code_comes_back_exactly_and_the_levels_are_evenly_spaced(bi
     back = restored(levels, bits)
     assert back[0, 0].item() == -3.0 and back[0, -1].item() == 3.0
     assert torch.allclose(back, levels, atol=1e-6)  # as many levels as that many bits can tell apart
-    assert len(packed(levels.view(-1, 1), bits)[0].unique()) == 2**bits
+    assert len(packed_one(levels.view(-1, 1), bits)[0].unique()) == 2**bits
 
 
 @pytest.mark.parametrize("bits", FEW)
 def test_codes_packed_together_share_one_scale(bits: int) -> None:
     codes = torch.tensor([[0.01, -0.01], [2.0, 1.0]])
-    _, scale = packed(codes, bits)
+    _, scale = packed_one(codes, bits)
     assert scale.tolist() == [2.0]
-    assert packed(-codes, bits)[1].tolist() == [2.0]
+    assert packed_one(-codes, bits)[1].tolist() == [2.0]
     assert (restored(codes, bits)[0].abs() <= 2.0 / (2**bits - 1) + 1e-6).all()
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_codes_that_are_all_zero_come_back_as_good_as_zero(bits: int) -> None:
-    stored, scale = packed(torch.zeros(2, 7), bits)
+    stored, scale = packed_one(torch.zeros(2, 7), bits)
     assert (scale > 0).all()  # it divides
-    assert unpacked(stored, scale, bits, 7).abs().max() <= 1e-12
+    assert unpacked_one(stored, scale, bits, 7).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize("bits", [32, *FEW])
@@ -168,5 +177,17 @@ def test_the_papers_memories_hold_as_many_numbers_as_it_says() -> None:
 def test_15000_codes_take_less_than_2000_images_at_8_bits_and_thrice_that_as_floats() -> None:
     codes, images = torch.zeros(150, 307), torch.zeros(20, *CIFAR, dtype=torch.uint8)
     assert 100 * size(images) == 6_144_000
-    assert 100 * size(packed(codes, 8)[0]) == 4_605_000
-    assert 100 * size(packed(codes, 32)[0]) == 15_000 * code_bytes(307, 32) == 18_420_000
+    assert 100 * size(packed_one(codes, 8)[0]) == 4_605_000
+    assert 100 * size(packed_one(codes, 32)[0]) == 15_000 * code_bytes(307, 32) == 18_420_000
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_classes_packed_together_are_packed_as_if_alone(bits: int) -> None:
+    rows = {j: some_codes(count, 13, 10.0**-j, seed=j) for j, count in ((4, 3), (0, 1), (2, 6))}
+    stored, scales = packed(rows, bits)
+    assert list(stored) == list(scales) == [4, 0, 2]
+    for j, codes in rows.items():
+        alone, scale = packed_one(codes, bits)
+        assert torch.equal(stored[j], alone) and torch.equal(scales[j], scale)
+        assert torch.equal(unpacked(stored, scales, bits, 13)[j], restored(codes, bits))
+    assert packed({}, bits) == ({}, {}) and unpacked({}, {}, bits, 13) == {}

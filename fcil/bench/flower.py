@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from fcil.bench.task import (
-    ACTIVE, CLIENTS, EACH, WARM_UP, Clock, Network, Rounds, apart, cohort, network, train,
-)  # fmt: skip
+from fcil.bench import task
+from fcil.bench.task import Clock, Network, Rounds
 from fcil.errors import UserError
 from fcil.federation.engine import cores
 from fcil.records import Weights
@@ -36,7 +35,7 @@ def measure(heavy: bool, rounds: int) -> Rounds:
         raise UserError(
             f"the comparison with Flower's simulation needs the package {missing[0]}: pip install fcil[simulation]"
         )
-    return apart("fcil.bench.flower", "Flower", heavy, rounds, QUIET)
+    return task.apart("fcil.bench.flower", "Flower", heavy, rounds, QUIET)
 
 
 def work(heavy: bool, rounds: int, folder: str) -> Rounds:
@@ -51,10 +50,10 @@ def work(heavy: bool, rounds: int, folder: str) -> Rounds:
     clock, weights = Clock(heavy), Weights()
     ray = {"num_cpus": cores(), "include_dashboard": False, "log_to_driver": False, "_temp_dir": f"{folder}/ray"}
     run_simulation(
-        _server(heavy, rounds, clock, weights), app, num_supernodes=CLIENTS,
+        _server(heavy, rounds, clock, weights), app, num_supernodes=task.CLIENTS,
         backend_config={"init_args": ray, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}},
     )  # fmt: skip
-    return clock.rounds("Flower", min(cores(), ACTIVE), weights)
+    return clock.rounds("Flower", min(cores(), task.ACTIVE), weights)
 
 
 def _server(heavy: bool, rounds: int, clock: Clock, weights: Weights) -> Any:
@@ -72,12 +71,12 @@ def _server(heavy: bool, rounds: int, clock: Clock, weights: Weights) -> Any:
             content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: config})
             return [
                 Message(content, dst_node_id=self.nodes[client], message_type="train")
-                for client in cohort(server_round - 1)
+                for client in task.cohort(server_round - 1)
             ]
 
         def aggregate_train(self, server_round: int, replies: Iterable[Any]) -> Any:
             came = list(replies)
-            if len(came) < ACTIVE or any(reply.has_error() for reply in came):
+            if len(came) < task.ACTIVE or any(reply.has_error() for reply in came):
                 said = next((reply.error.reason for reply in came if reply.has_error()), "a reply did not come")
                 raise RuntimeError(f"round {server_round}: {said}")
             return super().aggregate_train(server_round, came)
@@ -87,7 +86,7 @@ def _server(heavy: bool, rounds: int, clock: Clock, weights: Weights) -> Any:
     @server.main()  # type: ignore[untyped-decorator]
     def main(grid: Any, context: Any) -> None:
         strategy = OfTheCohort(fraction_evaluate=0.0)
-        while len(list(grid.get_node_ids())) < CLIENTS:  # they are made while the server starts
+        while len(list(grid.get_node_ids())) < task.CLIENTS:  # they are made while the server starts
             time.sleep(0.1)
         mail = [Message(RecordDict(), dst_node_id=node, message_type="query.hello") for node in grid.get_node_ids()]
         strategy.nodes = {
@@ -99,11 +98,11 @@ def _server(heavy: bool, rounds: int, clock: Clock, weights: Weights) -> Any:
                 clock.start()
                 return
             clock.round_ended()
-            if number == WARM_UP + rounds:
+            if number == task.WARM_UP + rounds:
                 weights.update(arrays.to_torch_state_dict())
 
         strategy.start(
-            grid, ArrayRecord(network(heavy).state_dict()), num_rounds=WARM_UP + rounds,
+            grid, ArrayRecord(task.network(heavy).state_dict()), num_rounds=task.WARM_UP + rounds,
             train_config=ConfigRecord({"heavy": heavy}), evaluate_fn=round_ended,
         )  # fmt: skip
 
@@ -128,12 +127,12 @@ def _train(message: Any, context: Any) -> Any:
     config = message.content["config"]
     net = _network(bool(config["heavy"]))
     net.load_state_dict(message.content["arrays"].to_torch_state_dict())
-    train(net, int(context.node_config["partition-id"]), int(config["server-round"]) - 1)
-    reply = {"arrays": ArrayRecord(net.state_dict()), "metrics": MetricRecord({"num-examples": EACH})}
+    task.train(net, int(context.node_config["partition-id"]), int(config["server-round"]) - 1)
+    reply = {"arrays": ArrayRecord(net.state_dict()), "metrics": MetricRecord({"num-examples": task.EACH})}
     return Message(RecordDict(reply), reply_to=message)
 
 
 @cache
 def _network(heavy: bool) -> Network:
     torch.set_num_threads(1)
-    return network(heavy)
+    return task.network(heavy)

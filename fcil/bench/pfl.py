@@ -3,6 +3,8 @@
 Generous to pfl: nothing is evaluated, and no metric is written.
 """
 
+# mypy: disable-error-code="import-not-found,import-untyped"
+
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
@@ -10,9 +12,8 @@ from typing import Any
 
 import torch
 
-from fcil.bench.task import (
-    ACTIVE, BATCH, LR, WARM_UP, Clock, Rounds, apart, cohort, network, rows, shares,
-)  # fmt: skip
+from fcil.bench import task
+from fcil.bench.task import Clock, Rounds
 from fcil.federation.engine import threads
 
 
@@ -20,7 +21,7 @@ def measure(heavy: bool, rounds: int) -> Rounds | None:
     """Do the work on pfl-research, in a process of its own; None where it is not installed."""
     if find_spec("pfl") is None:
         return None
-    return apart("fcil.bench.pfl", "pfl-research", heavy, rounds)
+    return task.apart("fcil.bench.pfl", "pfl-research", heavy, rounds)
 
 
 def work(heavy: bool, rounds: int, folder: str) -> Rounds:
@@ -49,11 +50,11 @@ def work(heavy: bool, rounds: int, folder: str) -> Rounds:
             return False, Metrics()
 
     def shuffled(turn: tuple[int, int]) -> Any:
-        data, index = shares()[turn[0]], rows(*turn).flatten()
+        data, index = task.shares()[turn[0]], task.rows(*turn).flatten()
         return Dataset((data.images[index], data.labels[index]), user_id=str(turn[0]))
 
     with threads(1):
-        net = network(heavy)
+        net = task.network(heavy)
         net.metrics = lambda *data: {}  # type: ignore[assignment]
         model = PyTorchModel(
             net,
@@ -63,11 +64,11 @@ def work(heavy: bool, rounds: int, folder: str) -> Rounds:
         clients = FederatedDataset(shuffled, partial(next, _turns()))
         FederatedAveraging().run(
             NNAlgorithmParams(
-                central_num_iterations=WARM_UP + rounds, evaluation_frequency=10**9,
-                train_cohort_size=ACTIVE, val_cohort_size=0,
+                central_num_iterations=task.WARM_UP + rounds, evaluation_frequency=10**9,
+                train_cohort_size=task.ACTIVE, val_cohort_size=0,
             ),
             SimulatedBackend(clients, clients), model,
-            NNTrainHyperParams(local_num_epochs=1, local_learning_rate=LR, local_batch_size=BATCH),
+            NNTrainHyperParams(local_num_epochs=1, local_learning_rate=task.LR, local_batch_size=task.BATCH),
             callbacks=[Timed()], send_metrics_to_platform=False,
         )  # fmt: skip
     return clock.rounds("pfl-research", 1, net.state_dict())
@@ -77,5 +78,5 @@ def _turns() -> Iterator[tuple[int, int]]:
     """Yield (client, round) in the order in which they train."""
     round = 0
     while True:
-        yield from ((client, round) for client in cohort(round))
+        yield from ((client, round) for client in task.cohort(round))
         round += 1

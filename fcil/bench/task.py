@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from multiprocessing import active_children
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
@@ -42,9 +43,9 @@ from fcil.scenario.tasks import LocalData, Task
 from fcil.seeds import seed_of
 
 CLIENTS, ACTIVE, EACH, CLASSES = 50, 5, 100, 10
-STEPS, BATCH, LR, SEED = 5, 20, 0.05, 0
+STEPS, BATCH, LR, SEED = 5, 20, 0.01, 0
 WARM_UP = 5  # rounds that are not measured: processes start, libraries load, buffers are made
-LONGEST = 1800  # seconds that another runtime may take
+LONGEST, PATIENCE = 1800, 10  # seconds that another runtime may take, and may take to end when it is told to
 BALLAST = 45_000_000 // 4  # numbers, about those of a ResNet-18
 
 BENCHMARK = Benchmark(
@@ -84,6 +85,7 @@ def network(heavy: bool) -> Network:
         return Network(heavy)
 
 
+@cache
 def scenario() -> Scenario:
     """Return who holds what and who takes part when."""
     generator = torch.Generator().manual_seed(SEED)
@@ -97,17 +99,13 @@ def scenario() -> Scenario:
 @cache
 def shares() -> list[LocalData]:
     """Return what every client holds."""
-    known = scenario()
-    return [known.local(client, known.tasks[0]) for client in range(CLIENTS)]
+    return [scenario().local(client, scenario().tasks[0]) for client in range(CLIENTS)]
 
 
 @cache
 def cohort(round: int) -> list[int]:
     """Return the clients of a round, which counts from 0."""
-    return _everyone().sample(_everyone().tasks[0], "train", round)
-
-
-_everyone = cache(scenario)
+    return scenario().sample(scenario().tasks[0], "train", round)
 
 
 def rows(client: int, round: int) -> Tensor:
@@ -222,13 +220,15 @@ def apart(module: str, name: str, heavy: bool, rounds: int, environment: Mapping
     """Run `module.work(heavy, rounds, folder)` in a process of its own, which leaves neither files nor processes."""
     source = str(Path(fcil.__file__).parents[1])
     paths = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-    with TemporaryDirectory(prefix="fcil-", ignore_cleanup_errors=True) as folder:
-        words = {word: value.replace("FOLDER", folder) for word, value in (environment or {}).items()}
-        started = f"from {module} import work; from fcil.bench.task import tell; tell(work, {heavy}, {rounds}, {folder!r})"
+    with TemporaryDirectory(prefix="fcil-bench-", ignore_cleanup_errors=True) as folder:
+        settings = {key: value.replace("FOLDER", folder) for key, value in (environment or {}).items()}
+        script = (
+            f"from {module} import work; from fcil.bench.task import tell; tell(work, {heavy}, {rounds}, {folder!r})"
+        )
         with (Path(folder) / "said.txt").open("w") as said:
             child = subprocess.Popen(
-                [sys.executable, "-c", started], stdin=subprocess.DEVNULL, stdout=said, stderr=said,
-                env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **words}, start_new_session=True,
+                [sys.executable, "-c", script], stdin=subprocess.DEVNULL, stdout=said, stderr=said,
+                env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **settings}, start_new_session=True,
             )  # fmt: skip
             try:
                 code = child.wait(LONGEST)
@@ -237,8 +237,8 @@ def apart(module: str, name: str, heavy: bool, rounds: int, environment: Mapping
             finally:
                 _end(child)
         if code != 0:
-            lines = [line for line in (Path(folder) / "said.txt").read_text(errors="replace").splitlines() if line.strip()]
-            raise UserError(f"{name} failed: {lines[-1].strip() if lines else f'it ended with code {code}'}")
+            words = (Path(folder) / "said.txt").read_text(errors="replace").strip() or f"it ended with code {code}"
+            raise UserError(f"{name} failed: {words.splitlines()[-1].strip()}")
         facts = json.loads((Path(folder) / "rounds.json").read_text())
         weights, _ = read_tensors(Path(folder) / "weights.safetensors")
         return Rounds(name, facts["seconds"], facts["bare"], facts["processes"], weights)
@@ -257,10 +257,13 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     if child.poll() is None:
         child.terminate()
         with suppress(subprocess.TimeoutExpired):
-            child.wait(10)
-    with suppress(ProcessLookupError):
+            child.wait(PATIENCE)
+    with suppress(ProcessLookupError):  # raised when nobody is left of its group
         os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
+        child.wait()
+        for _ in range(100):
+            os.killpg(child.pid, 0)
+            time.sleep(0.05)
 
 
 # -- the same work on fcil --------------------------------------------------------------------------------------------
@@ -324,8 +327,8 @@ METHOD = Method(Config, Server, Client, Nothing)
 
 
 def ours(heavy: bool, rounds: int, workers: int = 0) -> Rounds:
-    """Do the work on fcil."""
-    clock = Clock(heavy)
+    """Do the work on fcil, in this process and the workers that the engine may start."""
+    clock, before = Clock(heavy), set(active_children())
     with threads(1):
         parts = _assembled(heavy, rounds, workers)
         lines = learn(parts.scenario, parts.server, parts.door, parts.engine)
@@ -333,7 +336,8 @@ def ours(heavy: bool, rounds: int, workers: int = 0) -> Rounds:
         for _ in range(WARM_UP + rounds):
             next(lines)
             clock.round_ended()
-    return clock.rounds("fcil", 1, parts.server.state.weights)
+        started = set(active_children()) - before
+    return clock.rounds("fcil", min(max(1, len(started)), ACTIVE), parts.server.state.weights)
 
 
 def _assembled(heavy: bool, rounds: int, workers: int) -> Parts:
@@ -341,4 +345,4 @@ def _assembled(heavy: bool, rounds: int, workers: int) -> Parts:
         "heavy": heavy, "rounds": WARM_UP + rounds + 1, "steps": STEPS, "batch_size": BATCH, "schedule": "constant",
         "momentum": 0, "weight_decay": 0, "clip": 0,
     }  # fmt: skip
-    return assemble(plan(__file__, BENCHMARK, seed=SEED, settings=settings), "cpu", scenario())
+    return assemble(plan(__file__, BENCHMARK, seed=SEED, settings=settings), "cpu", scenario(), workers)

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 
 from fcil.records import ByClass, Weights
 
+ON_A_GPU = 4  # times as many rows at a time as on a CPU
+
 
 def weights_of(net: nn.Module) -> Weights:
     """Return a copy of all parameters and buffers that travel."""
@@ -16,18 +18,30 @@ def weights_of(net: nn.Module) -> Weights:
 def loaded(net: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
     """Return `net` in evaluation mode with `weights` copied into it."""
     if not torch.compiler.is_exporting():  # an export reads the weights that are in the network already
-        net.load_state_dict(weights)
+        copy(net, net.state_dict(keep_vars=True), weights)
     return net.eval()
+
+
+def copy(net: nn.Module, state: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Copy `weights` into the tensors of a network's `state`, those of a kind at once."""
+    if state.keys() != weights.keys() or any(state[name].shape != w.shape for name, w in weights.items()):
+        net.load_state_dict(weights)  # says what does not fit
+    with torch.no_grad():
+        for counts in (False, True):
+            names = [name for name, tensor in state.items() if tensor.is_floating_point() != counts]
+            if names:
+                torch._foreach_copy_([state[name] for name in names], [weights[name] for name in names])
 
 
 def in_parts(function: Callable[[Tensor], Tensor], rows: Tensor, size: int) -> Tensor:
     """Return `function(rows)`, which treats every row alike, computed on `size` rows at a time.
 
-    On a GPU the last part is filled up: libraries plan anew for every shape they meet.
+    A GPU takes more of them, and the last part filled up: libraries plan anew for every shape they meet.
     """
     count = len(rows)
-    if rows.is_cuda and count % size:
-        rows = torch.cat([rows, rows.new_zeros(size - count % size, *rows.shape[1:])])
+    if rows.is_cuda:
+        size *= ON_A_GPU
+        rows = torch.cat([rows, rows.new_zeros(-count % size, *rows.shape[1:])])
     return torch.cat([function(part) for part in torch.split(rows, size)])[:count]
 
 

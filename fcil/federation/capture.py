@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fcil.federation.fitting import Networks, Work, copy, descend, drawn
+from fcil.federation.fitting import Networks, Work, descend, drawn
 from fcil.method import Loss, Pool, Trained
 from fcil.records import NUMBERS, flatten, unflatten
 
@@ -84,6 +84,7 @@ class Graph:
             for name in self.pools
         }
         self.given = _like(fit.given)
+        self.given_flat = _flat(self.given)
         networks.thaw(fit)
         self.optimizer = networks.optimizer(fit, todo.momentum, todo.weight_decay)
         nets = {name: networks.nets[name] for name in fit.load}
@@ -132,8 +133,8 @@ class Graph:
         for name, table in todo.tables(self.generator).items():
             self.rows[name][: todo.steps].copy_(table)
         self.rates[: todo.steps].copy_(torch.tensor(todo.rates), non_blocking=True)
-        if self.given is not None:
-            copy(_flat(self.given), _flat(todo.fit.given))
+        for name, tensor in _flat(todo.fit.given).items():
+            self.given_flat[name].copy_(tensor)
         if self.half:
             self.half.refresh_frozen()
         self.step.zero_()
@@ -241,7 +242,7 @@ def kind(todo: Work) -> Any:
          tuple((key, extra.dtype, extra.shape[1:]) for key, extra in pool.extra.items()))
         for name, pool in todo.pools.items()
     ]  # fmt: skip
-    given = {name: (t.dtype, t.shape) for name, t in _flat(fit.given).items()} if fit.given is not None else {}
+    given = {name: (tensor.dtype, tensor.shape) for name, tensor in _flat(fit.given).items()}
     numbers = (
         [(f.name, value) for f in fields(fit.given) if type(value := getattr(fit.given, f.name)) in NUMBERS]
         if is_dataclass(fit.given)
@@ -286,6 +287,8 @@ def _buffers(pool: Pool) -> Pool:
 
 
 def _flat(given: Any) -> dict[str, Tensor]:
+    if given is None:
+        return {}
     if isinstance(given, Tensor):
         return {"": given}
     return {

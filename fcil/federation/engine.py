@@ -137,6 +137,11 @@ class Engine:
             ]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=self.device)
 
+    def settle(self) -> None:
+        """Wait until everything that was asked for is computed."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def _slot(self) -> Slot:
         with seeded("client"):  # all alike
             return Slot(self._client(), self.device)  # type: ignore[no-untyped-call]
@@ -268,6 +273,12 @@ def threads(count: int) -> Iterator[None]:
 @contextmanager
 def seeded(*key: int | str) -> Iterator[None]:
     """Seed what draws from the global generator, such as initial weights or dropout, and leave it as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_of(*key))
+    everyones, seed = torch.default_generator, seed_of(*key)
+    before = everyones.get_state()
+    everyones.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed(seed)
+    try:
         yield
+    finally:
+        everyones.set_state(before)

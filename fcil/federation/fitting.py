@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fcil.blocks.augment import augmented
-from fcil.blocks.training import weights_of
+from fcil.blocks.training import copy, weights_of
 from fcil.errors import UserError
 from fcil.federation.calls import Call
 from fcil.method import Batch, Fit, Pool, Trained
@@ -106,6 +106,9 @@ class Networks:
     def __init__(self, nets: Mapping[str, nn.Module]):
         self.nets = nets
         self._state = {name: net.state_dict(keep_vars=True) for name, net in nets.items()}
+        self._modules = [module for net in nets.values() for module in net.modules()]
+        self._parameters = [p for net in nets.values() for p in net.parameters()]
+        self._learning: dict[tuple[str, ...], tuple[set[int], set[int]]] = {}  # ids of modules and parameters
         self._optimizers: dict[tuple[Any, ...], torch.optim.SGD] = {}
 
     def load(self, fit: Fit) -> None:
@@ -115,17 +118,19 @@ class Networks:
         if missing := {path.split(".")[0] for path in fit.trains} - fit.load.keys():
             raise ValueError(f"a Fit trains {sorted(missing)} but does not load it: say what weights it starts from")
         for name, weights in fit.load.items():
-            mine = self._state[name]
-            if mine.keys() != weights.keys() or any(mine[n].shape != w.shape for n, w in weights.items()):
-                self.nets[name].load_state_dict(weights)  # says what does not fit
-            copy(mine, weights)
+            copy(self.nets[name], self._state[name], weights)
 
     def thaw(self, fit: Fit) -> None:
         """Let what a Fit trains learn, and freeze all else."""
-        for net in self.nets.values():
-            net.eval().requires_grad_(False)
-        for part in self._parts(fit):
-            part.train().requires_grad_(True)
+        if fit.trains not in self._learning:
+            parts = list(self._parts(fit))
+            modules = {id(module) for part in parts for module in part.modules()}
+            self._learning[fit.trains] = modules, {id(p) for part in parts for p in part.parameters()}
+        modules, parameters = self._learning[fit.trains]
+        for module in self._modules:
+            module.training = id(module) in modules
+        for p in self._parameters:
+            p.requires_grad_(id(p) in parameters)
 
     def optimizer(self, fit: Fit, momentum: float, weight_decay: float) -> torch.optim.SGD:
         """Return a fresh optimiser of what a Fit trains: the same one, with its buffers emptied."""
@@ -160,15 +165,6 @@ class Networks:
         for path in fit.trains:
             name, _, rest = path.partition(".")
             yield self.nets[name].get_submodule(rest)
-
-
-def copy(into: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Copy tensors by name into others that stay where they are."""
-    with torch.no_grad():
-        for counts in (False, True):  # one kind at a time: on a GPU those of a kind are copied at once
-            names = [name for name, tensor in into.items() if tensor.is_floating_point() != counts]
-            if names:
-                torch._foreach_copy_([into[name] for name in names], [values[name] for name in names])
 
 
 Precision = Callable[[], AbstractContextManager[Any]]

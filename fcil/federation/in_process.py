@@ -13,7 +13,8 @@ from fcil.scenario.memory import Budget
 from fcil.scenario.scenario import Scenario
 from fcil.scenario.tasks import LocalData, Task
 
-MOST_CACHES = 128  # clients whose derived data is kept at a time
+MOST_CACHES = 128  # clients whose images and what is derived from them are kept at hand at a time
+LOCAL = ""  # under which a client's images are kept, beside what methods derive
 
 
 class Crew(Protocol):
@@ -83,10 +84,15 @@ class InProcess:
                     self.caches.pop(client, None)  # what was derived from the old memory
                     self._weigh(client, handler, answered.kept)
                 yield client, answered
+        self.engine.settle()  # what a GPU still does belongs to this question's time
 
     def _question(self, client: int) -> Question:
         def data() -> LocalData:
-            return replace(self.scenario.local(client, self.task), cache=cache_of(self.caches, client))
+            cache = cache_of(self.caches, client)
+            if LOCAL not in cache:
+                cache[LOCAL] = self.scenario.local(client, self.task)
+            held: LocalData = cache[LOCAL]
+            return replace(held, cache=cache)
 
         memory = self.memories[client] if client in self.memories else self.memory()
         return Question(client, memory, data, self.versions.get(client, 0))

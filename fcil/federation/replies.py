@@ -42,15 +42,13 @@ class Replies(Generic[Up]):
             single = self._of(field)
             return self._rebuilt(field, _robust(single, self._protocol) if single else self._as_sent(field))
         folded = self._fold()
-        found = {n: t for n, t in folded.means().items() if n == field or n.startswith(field + "/")}
-        return self._rebuilt(field, found if folded.counted else self._as_sent(field))
+        return self._rebuilt(field, folded.mean(field) if folded.counted else self._as_sent(field))
 
     def sum(self, field: str) -> Any:
         """Add one field up over the replies; None if nobody answered."""
         if self._protocol.aggregate != "mean":
             self._hold()  # a robust average may be asked for next
-        sums = self._fold().sums
-        found = {n: t for n, t in sums.items() if n == field or n.startswith(field + "/")}
+        found = self._fold().sum(field)
         return self._rebuilt(field, found) if found else None
 
     def finish(self) -> None:
@@ -76,7 +74,7 @@ class Replies(Generic[Up]):
 
     def _of(self, field: str) -> list[Weights]:
         counted = [r for r in self._hold() if getattr(r, "count", 1) != 0]
-        return [{n: t for n, t in flatten(r).items() if n == field or n.startswith(field + "/")} for r in counted]
+        return [{n: t for n, t in flatten(r).items() if _is_of(field, n)} for r in counted]
 
     def _as_sent(self, field: str) -> Weights:
         if field not in {f.name for f in fields(self._sent)}:
@@ -125,10 +123,18 @@ class Folded:
         if self.by_samples:
             _add(self.weighted, floats, weight)
 
-    def means(self) -> Weights:
-        """Return the average of every floating tensor, and the first client's value of every other."""
-        sums = self.weighted if self.by_samples else self.sums
-        return {n: self.first[n] if n in self.first else sums[n] / total for n, total in self.total.items()}
+    def sum(self, field: str) -> Weights:
+        """Return the sum of every tensor of a field."""
+        return {name: tensor.clone() for name, tensor in self.sums.items() if _is_of(field, name)}
+
+    def mean(self, field: str) -> Weights:
+        """Return the average of every floating tensor of a field, and the first client's value of every other."""
+        sums, names = self.weighted if self.by_samples else self.sums, [n for n in self.total if _is_of(field, n)]
+        return {n: self.first[n] if n in self.first else sums[n] / self.total[n] for n in names}
+
+
+def _is_of(field: str, name: str) -> bool:
+    return name == field or name.startswith(field + "/")
 
 
 def _add(sums: Weights, flat: Weights, weight: float) -> None:

@@ -105,11 +105,12 @@ class Checkpoints:
                 self.digests[name] = sha256(self.folder / name)
             self.memory_files |= dict.fromkeys(changed, f"memories-{number}.safetensors")
             used = {f"state-{number}.safetensors", *self.memory_files.values()}
+            self.digests = {name: self.digests[name] for name in sorted(used)}
             manifest = {
                 "facts": facts,
                 "state": f"state-{number}.safetensors",
                 "memories": self.memory_files,
-                "digests": {name: self.digests[name] for name in sorted(used)},
+                "digests": self.digests,
             }
             write_text(self.folder / f"{number}.json", json.dumps(manifest))
             self._sweep(number, used)

@@ -270,16 +270,13 @@ class Client:  # Algorithm 2
             memory.codes = {j: (memory.codes | chosen)[j][:number] for j, number in keep.items()}
         else:
             rows = again | by_class(self.encoded, chosen)
-            pairs = {
-                j: (memory.codes[j][:number], memory.scales[j])
-                if c.memory_update == "frozen" and j not in chosen
-                else packed(rows[j][:number] - p[j], self.bits)
-                for j, number in keep.items()
-            }
-            memory.codes = {j: codes for j, (codes, _) in pairs.items()}
-            memory.scales = {j: scale for j, (_, scale) in pairs.items()}
-        codes = again | by_class(self.encoded, new) if c.centroids == "per_client" else {}
-        means = {j: z.mean(0) for j, z in codes.items()}
+            stay = {j for j in keep if c.memory_update == "frozen" and j not in chosen}
+            codes, scales = packed({j: rows[j][:n] - p[j] for j, n in keep.items() if j not in stay}, self.bits)
+            codes |= {j: memory.codes[j][: keep[j]].clone() for j in stay}
+            scales |= {j: memory.scales[j] for j in stay}
+            memory.codes, memory.scales = ({j: rows[j] for j in keep} for rows in (codes, scales))
+        own = again | by_class(self.encoded, new) if c.centroids == "per_client" else {}
+        means = {j: z.mean(0) for j, z in own.items()}
         return Remembered(placing.counted(again, p, message.seen), means)  # 2, 27, 29
 
     def quotas(self, memory: Memory, data: LocalData) -> dict[int, int]:
@@ -311,10 +308,11 @@ class Client:  # Algorithm 2
     @torch.no_grad()
     def look(self, memory: Memory, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:
         loaded(self.old, message.weights)
-        new, kept = shuffled(data), self.recalled(memory, message)
+        new, shown = shuffled(data), [j for j in classes if j in memory.codes]
+        some = Memory({j: memory.codes[j] for j in shown}, {j: memory.scales[j] for j in shown if j in memory.scales})
         return Pictures(
             real={j: new[j][0] for j in classes if j in new},
-            kept={j: kept[j][0] for j in classes if j in kept},
+            kept={j: images[0] for j, images in self.recalled(some, message).items()},
             made={j: self.decoded(message.centroids[j : j + 1])[0] for j in classes},
         )
 
@@ -328,10 +326,8 @@ class Client:  # Algorithm 2
 
     def restored(self, memory: Memory, message: Model) -> ByClass:
         """Return the codes that are kept as numbers."""
-        return {
-            j: unpacked(memory.codes[j], memory.scales[j], self.bits, self.latent) + message.centroids[j]
-            for j in sorted(memory.codes)
-        }
+        codes = unpacked({j: memory.codes[j] for j in sorted(memory.codes)}, memory.scales, self.bits, self.latent)
+        return {j: rows + message.centroids[j] for j, rows in codes.items()}
 
     def recalled(self, memory: Memory, message: Model) -> ByClass:
         """Return the exemplars that are kept as images."""

@@ -51,7 +51,9 @@ def draw_shares(scenario: Scenario, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError("drawing needs matplotlib; install it with: pip install fcil[report]") from None
-    counts = reduce(np.maximum, map(scenario.share, scenario.tasks))  # a class comes in one task; clients that stay on hold it in two
+    counts = reduce(
+        np.maximum, map(scenario.share, scenario.tasks)
+    )  # a class comes in one task; clients that stay on hold it in two
     clients, classes = counts.shape
     width, height = min(16.0, max(6.5, 3 + 0.16 * classes)), min(11.0, max(4.5, 2 + 0.1 * clients))
     figure = Figure(figsize=(width, height), dpi=150)

@@ -23,14 +23,18 @@ class Benchmark:
 
     name: str = knob("", "what the benchmark is called")
     dataset: str = knob(
-        "", "digits, cifar100, tiny-imagenet, imagenet-subset, or a path to class folders or parquet files"
+        "",
+        "digits, cifar100, tiny-imagenet, imagenet-subset, synthetic-CLASSESxIMAGES, or a path to class folders or "
+        "parquet files",
     )
     tasks: int = knob(10, "number of tasks", least=1)
     stop_after: int = knob(0, "run only the first so many tasks, with heads and memory for all; 0 runs all", least=0)
     classes_per_task: int = knob(10, "classes that each task brings", least=1)
     clients: int = knob(50, "clients at the start", least=1)
     active: int = knob(5, "clients that train in a round", least=1)
-    protocol: str = knob("short", "protocol used unless another is asked for", choices=("quick", "short", "paper"))
+    protocol: str = knob(
+        "short", "protocol used unless another is asked for", choices=("brief", "quick", "short", "paper")
+    )
     network: str = knob("resnet18", "classifier network", choices=("resnet18", "small"))
     augment: str = knob("crop-flip", "augmentation of training batches", choices=("none", "crop", "crop-flip"))
     image_size: int = knob(0, "side of the square images in pixels; 0 keeps the dataset's own", least=0, most=512)
@@ -91,6 +95,7 @@ class Protocol:
 
 
 PROTOCOLS = {
+    "brief": Protocol("brief", rounds=5, steps=5, batch_size=32),
     "quick": Protocol("quick", rounds=20, steps=10, batch_size=32),
     "short": Protocol("short"),
     "paper": Protocol("paper", rounds=100, steps=0, epochs=5, batch_size=32, schedule="exponential"),
@@ -114,6 +119,10 @@ BENCHMARKS = {
             "glfc-cifar100", "cifar100", class_order="natural", clients=30, active=10, joining=10,
             partition="class_subset", class_share=0.6, staying=0.1, memory_scope="client",
         ),
+        Benchmark(
+            "scale-1000x100", "synthetic-200x2000", tasks=100, classes_per_task=2, clients=1000, active=10,
+            protocol="brief", network="small", augment="none", memory=10,
+        ),
     )
 }  # fmt: skip
 
@@ -127,6 +136,7 @@ ABOUT = {
     "mfcl-cifar100": "as in MFCL: natural class order",
     "mfcl-tiny": "as in MFCL: all 200 classes, natural order",
     "glfc-cifar100": "as in GLFC: 6 of 10 classes each, 10 join a task",
+    "scale-1000x100": "made-up images: 1,000 clients, 100 tasks",
 }
 
 
