@@ -18,6 +18,7 @@ from fcil.terminal import (
     complain,
     console,
     count,
+    errors,
     plain_errors,
     plain_table,
     print_knobs,
@@ -41,7 +42,11 @@ Settings = Annotated[
     list[str],
     typer.Option("--set", metavar="KEY=VALUE", help="Change a knob of the method, protocol or benchmark; repeat it."),
 ]
+HOW = ("resume", "device", "workers", "eager", "tensorboard")  # how a run is done, not what it is
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Workers = Annotated[
+    int, typer.Option(help="Clients that compute at a time: processes on a CPU, streams on a GPU; 0 chooses.", min=0)
+]
 Runs = Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold some.", metavar="RUNS...")]
 Folder = Annotated[Path, typer.Argument(help="The folder of a finished run.", metavar="RUN")]
 
@@ -62,6 +67,8 @@ def run(
     set_: Settings = [],  # noqa: B006 - typer copies it
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/BENCHMARK/METHOD/SEED]")] = None,
     device: Device = "auto",
+    workers: Workers = 0,
+    eager: Annotated[bool, typer.Option("--eager", help="Train in a plain loop on a GPU, too: slow.")] = False,
     resume: Annotated[
         Path | None, typer.Option(help="Go on with the run in this folder; all else is read from there.")
     ] = None,
@@ -72,7 +79,7 @@ def run(
 
     typed = [name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"]
     if resume is not None:
-        if others := [_option(name) for name in typed if name not in ("resume", "device", "tensorboard")]:
+        if others := [_option(name) for name in typed if name not in HOW]:
             raise UserError(f"--resume reads all else from {resume}; leave out {', '.join(others)}")
         wanted, folder = Plan.read(resume), resume
     else:
@@ -82,7 +89,7 @@ def run(
         chosen = own_data(data, **given) if data else known.benchmark(benchmark)
         wanted = plan(method, chosen, protocol or None, seed, {**given, **settings_of(set_)}, _command())
         folder = out or wanted.folder()
-    _execute(wanted, folder, device, tensorboard)
+    _execute(wanted, folder, device, workers, eager, tensorboard)
     show_result(folder)
 
 
@@ -90,9 +97,9 @@ def run(
 def methods(name: Annotated[str, typer.Argument(help="Show every knob of this method.")] = "") -> None:
     """List the methods, or the knobs of one."""
     if not name:
-        table = plain_table("method", "family", "what it does")
+        table = plain_table("method", "family", "on a GPU", "what it does")
         for key, entry in METHODS.items():
-            table.add_row(key, entry.family, entry.sentence)
+            table.add_row(key, entry.family, "captured" if entry.captured else "eager", entry.sentence)
         return console.print(table)
     from fcil.methods import method
 
@@ -155,6 +162,7 @@ def sweep(
     set_: Settings = [],  # noqa: B006 - typer copies it
     out: Annotated[Path, typer.Option(help="Folder that the run folders lie in.")] = Path("runs"),
     device: Device = "auto",
+    workers: Workers = 0,
 ) -> None:
     """Run all combinations that are missing; `--set memory=1,2,4` is an axis. It may be killed and started again."""
     from fcil.experiment import finished
@@ -176,7 +184,7 @@ def sweep(
     for number, wanted in enumerate(missing, 1):
         console.print(f"run {number} of {len(missing)}: {wanted.folder(out)}", soft_wrap=True)
         try:
-            _execute(wanted, wanted.folder(out), device)
+            _execute(wanted, wanted.folder(out), device, workers)
             show_notes(wanted.folder(out))
         except UserError as error:
             failed += 1
@@ -258,6 +266,42 @@ def export(
         console.print(f"written: {onnx} (scores agree with PyTorch's to {gap:.1e})", soft_wrap=True)
 
 
+@app.command()
+def bench(
+    part: Annotated[
+        list[str], typer.Option(help="engine, flower, pfl or growth; repeat it. All of them if not given.")
+    ] = [],  # noqa: B006 - typer copies it
+    rounds: Annotated[int, typer.Option(help="Rounds of each kind that are measured.", min=3)] = 21,
+    json: Annotated[Path | None, typer.Option(help="Also write all that was measured to this file.")] = None,
+    device: Device = "auto",
+) -> None:
+    """Measure speed, as ratios in one run: the engine against a plain loop, Flower and pfl-research; how costs grow."""
+    from json import dumps
+
+    from fcil.bench import PARTS
+    from fcil.bench import bench as measured
+    from fcil.errors import unknown
+    from fcil.experiment import the_device
+    from fcil.files import write_text
+    from fcil.report.speed import tables
+
+    for name in part:
+        if name not in PARTS:
+            raise unknown("part", name, PARTS)
+    found = []
+    for one in measured(tuple(part) or PARTS, the_device(device), rounds):
+        found.append(one)
+        if errors.is_terminal:
+            errors.print(f"measured: {one['part']} {one.get('method') or one.get('name') or one.get('what') or ''}")
+    for shown in tables(found):
+        console.print(shown, soft_wrap=isinstance(shown, str))
+    if json is not None:
+        write_text(json, dumps(found, indent=1) + "\n")
+        console.print(f"written: {json}", soft_wrap=True)
+    if missing := {one["says"] for one in found if one.get("needed")}:
+        raise UserError("; ".join(missing))
+
+
 @app.callback(invoke_without_command=True)
 def version(
     ctx: typer.Context, show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
@@ -278,7 +322,9 @@ def main() -> None:
     sys.exit(code)
 
 
-def _execute(wanted: "Plan", folder: Path, device: str, tensorboard: Path | None = None) -> None:
+def _execute(
+    wanted: "Plan", folder: Path, device: str, workers: int, eager: bool = False, tensorboard: Path | None = None
+) -> None:
     from fcil.experiment import execute, finished, the_device
     from fcil.report.progress import follow
     from fcil.report.tensorboard import mirrored
@@ -287,7 +333,7 @@ def _execute(wanted: "Plan", folder: Path, device: str, tensorboard: Path | None
         return console.print(f"{folder} is finished; this is what came out", soft_wrap=True)
     the_device(device)
     show_plan(wanted)
-    lines = execute(wanted, folder, device)
+    lines = execute(wanted, folder, device, workers=workers, eager=eager)
     try:
         follow(mirrored(lines, tensorboard) if tensorboard else lines, wanted, console)
     except KeyboardInterrupt:

@@ -47,12 +47,14 @@ def run(
     settings: Mapping[str, Any] | None = None,
     out: str | Path | None = None,
     device: str = "auto",
+    workers: int = 0,
+    eager: bool = False,
 ) -> dict[str, Any]:
     """Run a method on a benchmark and return its result; an unfinished run of the same plan goes on."""
     made = plan(name, benchmark, protocol, seed, settings, command="fcil.run")
     folder = Path(out) if out is not None else made.folder()
     if not finished(folder, made):
-        for _ in execute(made, folder, device):
+        for _ in execute(made, folder, device, workers=workers, eager=eager):
             pass
     return read_result(folder)
 
@@ -103,9 +105,11 @@ def execute(
                 for line in learn(parts.scenario, parts.server, parts.door, parts.engine):
                     ledger.append(line)
                     if line["kind"] == "task" and hasattr(parts.engine.client, "look"):
-                        _look(parts, parts.scenario.tasks[line["task"]], Gallery(folder))
+                        with parts.door.tally.timing("look"):
+                            _look(parts, parts.scenario.tasks[line["task"]], Gallery(folder))
                     if line["kind"] == "task" or (line["kind"] == "round" and checkpoints.due()):
-                        _save(parts, checkpoints, ledger)
+                        with parts.door.tally.timing("save"):
+                            _save(parts, checkpoints, ledger)
                     yield line
                 checkpoints.wait()
             _finish(wanted, parts, folder)
@@ -250,7 +254,7 @@ def _finish(wanted: Plan, parts: Parts, folder: Path) -> None:
         "memory_budget": parts.scenario.budget.per_client,
         "peak_memory_bytes": peak(parts.engine.device),
         "device": str(parts.engine.device),
-        "engine": parts.engine.described(),
+        "engine": parts.transport.described(),
         "partition": wanted.benchmark.partition,
         "commit": commit(),
         "command": wanted.command,

@@ -6,6 +6,7 @@ what must not: the images that the simulation holds for all its clients are weig
     python -c "from fcil.bench.growth import growth; print(*growth(), sep='\\n')"
 """
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -42,9 +43,9 @@ class Size:
 class Cost:
     """What a run takes."""
 
-    seconds: float  # of the clients' training in a round of the later half of the tasks, median
-    mib: float  # most memory while it learns, beyond what it had before the first task
-    images_mib: float  # images, labels and shares of all clients and tasks
+    seconds: float  # of a core in a round of the later half of the tasks, median; other work on the machine adds little
+    mib: float  # most memory, beyond what the process had before and beyond the images
+    images_mib: float  # images and labels of all clients and tasks
     kept: int  # bytes kept by all clients at the end
 
 
@@ -112,19 +113,19 @@ def apart(method: str, size: Size) -> Cost:
 
 def cost(method: str, size: Size) -> Cost:
     """Learn all tasks of a run of that size, and say what it took."""
-    wanted = plan(method, benchmark(size))
     before = resident()
-    parts = assemble(wanted, "cpu")
-    built = resident()
     reset_peak()
-    seconds, kept = [], 0
+    parts = assemble(plan(method, benchmark(size)), "cpu")
+    data = parts.scenario.dataset
+    images = sum(t.nbytes for t in (data.train_images, data.train_labels, data.test_images, data.test_labels))
+    seconds, kept, start = [], 0, time.process_time()
     with threads(1):
         for line in learn(parts.scenario, parts.server, parts.door, parts.engine):
-            if line["kind"] == "round" and line["task"] >= size.tasks // 2:
-                seconds.append(line["seconds"]["train"])
-            kept = line.get("kept", kept)
-    most = max(peak(torch.device("cpu")), built)
-    return Cost(median(seconds), (most - built) / 2**20, (built - before) / 2**20, kept)
+            if line["kind"] == "round" and line["round"] and line["task"] >= size.tasks // 2:  # nothing but training
+                seconds.append(time.process_time() - start)
+            kept, start = line.get("kept", kept), time.process_time()
+    more = max(0, peak(torch.device("cpu")) - before - images)
+    return Cost(median(seconds), more / 2**20, images / 2**20, kept)
 
 
 def benchmark(size: Size) -> Benchmark:

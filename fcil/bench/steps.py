@@ -101,8 +101,9 @@ def _rounds(method: str, scenario: Scenario, rounds: int, eager: bool) -> tuple[
     """Return the seconds of the measured rounds, and how they were computed."""
     settings = {"rounds": rounds + WARM_UP, **({"precision": "fp32"} if eager else {})}
     wanted = plan(method, scenario.benchmark, settings=settings)
-    parts = assemble(wanted, scenario.device.type, scenario, workers=1 if eager else 0, eager=eager)
     device, seconds = scenario.device.type, []
+    many = 0 if device == "cuda" else min(cores(), CLIENTS)
+    parts = assemble(wanted, device, scenario, workers=1 if eager else many, eager=eager)
     lines = learn(parts.scenario, parts.server, parts.door, parts.engine)
     last = len(scenario.tasks) - 1
     for line in lines:
@@ -114,7 +115,8 @@ def _rounds(method: str, scenario: Scenario, rounds: int, eager: bool) -> tuple[
         next(lines)
     for _ in range(rounds):
         seconds.append(_timed(lambda: next(lines), device))
-    return seconds, parts.engine.described()
+    parts.transport.close()
+    return seconds, parts.transport.described()
 
 
 def _timed(work: Callable[[], object], device: str) -> float:

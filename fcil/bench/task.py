@@ -12,11 +12,10 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
-from multiprocessing import active_children
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -157,24 +156,15 @@ class Rounds:
         return median(self.seconds)
 
     @property
-    def spread(self) -> tuple[float, float]:
-        """First and third quartile of the seconds of a round."""
-        return _quartiles(self.seconds)
-
-    @property
     def overheads(self) -> list[float]:
-        """Seconds of each round less its bare local steps, as if all processes shared these evenly."""
-        return [whole - steps / self.processes for whole, steps in zip(self.seconds, self.bare, strict=True)]
+        """Seconds of each round less the bare local steps of the process that has most clients: none can be split."""
+        share = -(-ACTIVE // self.processes) / ACTIVE
+        return [whole - steps * share for whole, steps in zip(self.seconds, self.bare, strict=True)]
 
     @property
     def overhead(self) -> float:
         """Seconds of overhead a round: the median, since a busy machine slows a round and its bare steps alike."""
         return median(self.overheads)
-
-    @property
-    def overhead_spread(self) -> tuple[float, float]:
-        """First and third quartile of the overhead."""
-        return _quartiles(self.overheads)
 
 
 class Clock:
@@ -199,18 +189,16 @@ class Clock:
         return Rounds(name, self.seconds[WARM_UP:], self.bare[WARM_UP:], processes, kept)
 
 
+def joined(one: Rounds, other: Rounds) -> Rounds:
+    """Return two turns of a runtime as one."""
+    return replace(other, seconds=one.seconds + other.seconds, bare=one.bare + other.bare)
+
+
 def difference(one: Rounds, other: Rounds) -> float:
     """Return the largest difference between the weights that two runtimes learned in equally many rounds."""
     if one.weights.keys() != other.weights.keys():
         raise ValueError(f"{one.name} and {other.name} did not learn the same network")
     return max(float((one.weights[name] - weight).abs().max()) for name, weight in other.weights.items())
-
-
-def _quartiles(seconds: list[float]) -> tuple[float, float]:
-    if len(seconds) == 1:
-        return seconds[0], seconds[0]
-    first, _, third = quantiles(seconds, n=4, method="inclusive")
-    return first, third
 
 
 # -- a runtime in a process of its own --------------------------------------------------------------------------------
@@ -328,7 +316,7 @@ METHOD = Method(Config, Server, Client, Nothing)
 
 def ours(heavy: bool, rounds: int, workers: int = 0) -> Rounds:
     """Do the work on fcil, in this process and the workers that the engine may start."""
-    clock, before = Clock(heavy), set(active_children())
+    clock = Clock(heavy)
     with threads(1):
         parts = _assembled(heavy, rounds, workers)
         lines = learn(parts.scenario, parts.server, parts.door, parts.engine)
@@ -336,8 +324,10 @@ def ours(heavy: bool, rounds: int, workers: int = 0) -> Rounds:
         for _ in range(WARM_UP + rounds):
             next(lines)
             clock.round_ended()
-        started = set(active_children()) - before
-    return clock.rounds("fcil", min(max(1, len(started)), ACTIVE), parts.server.state.weights)
+        processes = parts.transport.crew.running if parts.transport.crew else 1
+        parts.transport.close()
+    name = "fcil, loop" if processes == 1 else f"fcil, {processes} workers"
+    return clock.rounds(name, min(processes, ACTIVE), parts.server.state.weights)
 
 
 def _assembled(heavy: bool, rounds: int, workers: int) -> Parts:

@@ -28,6 +28,11 @@ class Adaptive:
         self._loop: dict[str, list[float]] = {}  # seconds an answer took, by handler
         self._crew: dict[str, list[float]] = {}
 
+    @property
+    def running(self) -> int:
+        """How many processes answer, so far at most."""
+        return self.many if self._crew else 1
+
     def receive(self, message: Any) -> Any:
         """Pass a message on as it is."""
         return message

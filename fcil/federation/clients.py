@@ -3,6 +3,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -57,6 +58,13 @@ class Tally:
     clients: int = 0
     lost: int = 0
     losses: list[Any] = field(default_factory=list)
+
+    @contextmanager
+    def timing(self, part: str) -> Iterator[None]:
+        """Count the seconds inside to a part of the run."""
+        start = time.perf_counter()
+        yield
+        self.seconds[part] += time.perf_counter() - start
 
     def loss(self) -> float | None:
         """Return the mean training loss, or None if nobody trained."""

@@ -111,11 +111,12 @@ class Engine:
             return nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)
 
-    def described(self) -> str:
-        """Say in words how clients are trained here."""
+    def described(self, at_once: int = 0) -> str:
+        """Say in words how clients are trained here, `at_once` of them where others help."""
         arithmetic = "bf16" if isinstance(self.precision(), torch.autocast) else "fp32"
         how = "captured" if not self.eager and not self.why_eager else "eager"
-        return f"{how}, {self.at_once} at a time, {arithmetic}" + (f"; {self.why_eager}" if self.why_eager else "")
+        why = f"; {self.why_eager}" if self.why_eager else ""
+        return f"{how}, {at_once or self.at_once} at a time, {arithmetic}{why}"
 
     def look(
         self, who: int, memory: Any, data: LocalData, message: Any, call: Call, classes: tuple[int, ...]

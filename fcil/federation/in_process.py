@@ -34,6 +34,11 @@ class Crew(Protocol):
         """Let clients answer, in the order of the questions."""
         ...
 
+    @property
+    def running(self) -> int:
+        """How many processes answer, so far at most."""
+        ...
+
     def close(self) -> None:
         """Let go of what they hold."""
 
@@ -60,6 +65,10 @@ class InProcess:
         """End the processes that answer, where there are any."""
         if self.crew is not None:
             self.crew.close()
+
+    def described(self) -> str:
+        """Say in words how clients are trained."""
+        return self.engine.described(self.crew.running if self.crew else 0)
 
     def begin(self, task: Task) -> None:
         """Let the data of `task` arrive at every client."""

@@ -77,7 +77,7 @@ class Workers:
     ):
         if multiprocessing.current_process().daemon:
             raise UserError("a daemonic process may start no workers; set workers=1 to do without them")
-        self.many, self.at_once = many, AT_ONCE * many
+        self.running, self.at_once = many, AT_ONCE * many
         values = {knob.name: getattr(config, knob.name) for knob in fields(config)}
         job = (load, name, values, source, setting, torch.get_default_dtype())
         try:

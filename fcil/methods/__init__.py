@@ -23,6 +23,7 @@ class Entry(NamedTuple):
     family: str  # "bound": shows what is possible, and may keep more than the benchmark's memory
     sentence: str
     preset: Mapping[str, Any] = MappingProxyType({})  # the knobs that make an ablation of its file's method
+    captured: bool = True  # whether a GPU replays its trainings as graphs; if not, they run in a loop
 
 
 HR_LITERAL = "fcil.methods.hr_literal"
