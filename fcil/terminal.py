@@ -158,6 +158,8 @@ def show_result(folder: Path) -> None:
 
     result = read_result(folder)
     show_notes(folder)
+    if ";" in (engine := result.get("engine", "")):
+        console.print(f"note: trained {engine}", soft_wrap=True)
     console.print(accuracy_table(result, console.width))
     console.print(spread(result), soft_wrap=True)
     if said := replay(result):

@@ -15,6 +15,7 @@ from fcil.federation.engine import Engine
 from fcil.federation.loop import learn
 from fcil.method import Batch, Fit, Method, Nets, Pool, Setting, Training, remote
 from fcil.methods import METHODS
+from fcil.networks.norm import kernels_work
 from fcil.records import Nothing, Update, Weights, flatten, read_tensors, record
 from fcil.results.runs import read_result
 from fcil.scenario.benchmarks import Protocol
@@ -195,3 +196,45 @@ def test_a_loss_that_cannot_be_captured_runs_in_a_loop_and_the_engine_says_why(l
     if loss is not drawing:
         assert same(found, trained(loss, rounds=2, eager=True, anew=anew)[1])
     assert again.why_eager == engine.why_eager
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_kernels_work_here() -> None:
+    pytest.importorskip("triton")
+    assert kernels_work()
+
+
+@pytest.mark.parametrize("shape", [(4, 16, 8), (3, 24, 5), (64, 64, 32), (64, 512, 4), (5, 70, 4)], ids=str)
+@pytest.mark.parametrize(("slope", "beside"), [(0.0, False), (0.0, True), (0.2, False), (1.0, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fused_normalisation_equals_pytorchs(
+    shape: tuple[int, int, int], slope: float, beside: bool, dtype: torch.dtype
+) -> None:
+    count, channels, side = shape
+    fused = pytest.importorskip("fcil.networks.fused")
+    norms = [nn.BatchNorm2d(channels).cuda() for _ in range(2)]
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, residual, back = (
+        torch.randn(count, channels, side, side, generator=generator, device="cuda").to(dtype) for _ in range(3)
+    )
+    x = 2 * x + 3
+    found, expected = [], []
+    for norm, results in zip(norms, (found, expected), strict=True):
+        own, other = x.clone().requires_grad_(), residual.clone().requires_grad_()
+        if results is found:
+            y = fused.norm_act(norm, own, other if beside else None, slope)
+        else:
+            y = norm(own.float()) + (other.float() if beside else 0)
+            y = torch.where(y > 0, y, slope * y).to(dtype)
+        y.backward(back)
+        norm.eval()
+        with torch.no_grad():
+            later = fused.norm_act(norm, x, None, slope) if results is found else norm(x.float())
+        later = torch.where(later > 0, later, slope * later) if results is expected else later
+        results += [y, later, own.grad, norm.weight.grad, norm.bias.grad, norm.running_mean, norm.running_var]
+        results += [norm.num_batches_tracked, *([other.grad] if beside else [])]
+    for one, other in zip(found, expected, strict=True):
+        close = 1e-5 if dtype == torch.float32 else 2e-2
+        assert torch.allclose(one.float(), other.float(), rtol=close, atol=close * float(other.float().abs().max()))

@@ -4,6 +4,7 @@ import gc
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,10 @@ def test_a_round_touches_only_the_clients_it_asks(clients: int, monkeypatch: pyt
     lines = lines_of(parts)
     for _ in range(4):
         next(lines)
-    assert len(touched) == 4 * 5
+    task = parts.scenario.tasks[0]
+    assert len(touched) <= 4 * 5 and set(touched) == {
+        client for number in range(4) for client in parts.scenario.sample(task, "train", number)
+    }
     assert parts.door.cursor.kept.keys() == set(touched) and parts.transport.caches.keys() == set(touched)
     assert parts.transport.memories == {}
 
@@ -139,6 +143,11 @@ def seen(parts: Parts, line: Any) -> Seen:
     kept = [tensor for memory in memories for tensor in flatten(memory).values()]
     theirs = {id(t) for tensor in kept for t in (tensor, tensor._base)}  # what a view is a part of lives with it
     return Seen(line, caches, list(map(size_in_bytes, memories)), len(living - theirs))
+
+
+def rises(counts: list[int]) -> int:
+    """Count how often a number has risen: often if something is left behind in every task, seldom if made when needed."""
+    return sum(later > earlier for earlier, later in pairwise(counts))
 
 
 @pytest.fixture(scope="module")
@@ -168,14 +177,14 @@ def test_memories_stay_within_the_budget_and_few_caches_live(long_run: tuple[Pat
 
 def test_nothing_but_the_memories_grows_with_the_tasks(long_run: tuple[Path, Parts, list[Seen]]) -> None:
     living = [at.tensors for at in long_run[2] if at.line["kind"] == "task"]
-    assert max(living[2:]) - living[1] <= 4
+    assert rises(living) <= 3
 
 
 @pytest.mark.parametrize("method", ["finetune", "lwf"])
 def test_nothing_grows_with_the_tasks_where_nothing_is_kept(method: str) -> None:
     parts = assemble(plan(method, SMALL, settings=FEW), "cpu")
     living = [seen(parts, line).tensors for line in lines_of(parts) if line["kind"] == "task"]
-    assert max(living[2:]) - living[1] <= 4
+    assert rises(living) <= 3
 
 
 def test_a_run_says_how_much_memory_it_took_and_its_files_stay_small(long_run: tuple[Path, Parts, list[Seen]]) -> None:

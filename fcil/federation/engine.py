@@ -20,6 +20,7 @@ from fcil.federation.calls import Answered, Call, Question
 from fcil.federation.capture import Graph, Impure, kind
 from fcil.federation.fitting import Networks, plainly, work
 from fcil.method import Client, Fit, Method, Pictures, Setting, Trained
+from fcil.networks.norm import kernels_work
 from fcil.records import flatten, size_in_bytes, unflatten
 from fcil.scenario.tasks import LocalData
 from fcil.seeds import seed_of
@@ -49,6 +50,7 @@ class Engine:
         if self.device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+            kernels_work()  # tried now: while a step is captured nothing else can be
         self.at_once = 1 if self.eager else at_once or OVERLAP
         self.why_eager = ""  # what kept a training from being captured
         self._impure: set[Any] = set()  # kinds of training for which that is known

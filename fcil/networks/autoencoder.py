@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fcil.networks.heads import Body, Linear, Normalise, pooled
+from fcil.networks.norm import activated
 
 FIRST_LAYER = 1_700_000  # parameters that the decoder's linear layer may have: what the paper's 1.8M leaves for it
 LARGEST_GRID = 8  # side of the maps that the linear layer makes
@@ -68,9 +69,9 @@ class Decoder(nn.Module):
         self.convolutions = nn.ModuleList(nn.Conv2d(i, o, 3, padding=1) for i, o in plan)
 
     def forward(self, codes: Tensor) -> Tensor:
-        x = self.norms[0](self.linear(codes).view(-1, self.maps, self.grid, self.grid))
+        x = activated(self.norms[0], self.linear(codes).view(-1, self.maps, self.grid, self.grid), slope=1.0)  # type: ignore[arg-type]
         for factor, convolution, norm in zip(self.enlarge, self.convolutions[:2], self.norms[1:], strict=True):
-            x = F.leaky_relu(norm(convolution(enlarged(x, factor))), 0.2, inplace=True)
+            x = activated(norm, convolution(enlarged(x, factor)), slope=0.2)  # type: ignore[arg-type]
         images: Tensor = self.convolutions[2](x)[..., : self.side, : self.side].to(codes).sigmoid()
         return images
 

@@ -5,7 +5,8 @@ stride 1 and no pooling in the stem. 11,168,832 parameters without a head.
 """
 
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from fcil.networks.norm import activated
 
 
 class Block(nn.Module):
@@ -22,8 +23,9 @@ class Block(nn.Module):
             self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norm1(self.conv1(x)), inplace=True)
-        return F.relu(self.norm2(self.conv2(y)).add_(self.shortcut(x)), inplace=True)
+        y = activated(self.norm1, self.conv1(x))
+        beside = activated(self.shortcut[1], self.shortcut[0](x), slope=1.0) if len(self.shortcut) else x  # type: ignore[arg-type]
+        return activated(self.norm2, self.conv2(y), beside)
 
 
 class ResNet18(nn.Module):
@@ -35,13 +37,13 @@ class ResNet18(nn.Module):
     def __init__(self, channels: int = 3):
         super().__init__()
         self.channels = channels
-        self.stem = nn.Sequential(nn.Conv2d(channels, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU(True))
+        self.stem = nn.Sequential(nn.Conv2d(channels, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64))
         plan = [(64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)]
         self.layers = nn.ModuleList(nn.Sequential(Block(i, o, stride), Block(o, o, 1)) for i, o, stride in plan)
 
     def stages(self, x: Tensor) -> list[Tensor]:
         """Return the maps after each of the four stages."""
-        x, maps = self.stem(x), []
+        x, maps = activated(self.stem[1], self.stem[0](x)), []  # type: ignore[arg-type]
         for layer in self.layers:
             maps.append(x := layer(x))
         return maps

@@ -2,6 +2,8 @@
 
 from torch import Tensor, nn
 
+from fcil.networks.norm import activated
+
 
 class SmallNet(nn.Module):
     """The body: three stages, 16 to 64 channels, halving the side twice."""
@@ -14,13 +16,12 @@ class SmallNet(nn.Module):
         self.channels = channels
         plan = [(channels, 16, 1), (16, 32, 2), (32, 64, 2)]
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(i, o, 3, stride, 1, bias=False), nn.BatchNorm2d(o), nn.ReLU(True))
-            for i, o, stride in plan
+            nn.Sequential(nn.Conv2d(i, o, 3, stride, 1, bias=False), nn.BatchNorm2d(o)) for i, o, stride in plan
         )
 
     def stages(self, x: Tensor) -> list[Tensor]:
         """Return the maps after each of the three stages."""
         maps = []
         for layer in self.layers:
-            maps.append(x := layer(x))
+            maps.append(x := activated(layer[1], layer[0](x)))  # type: ignore[index]
         return maps
