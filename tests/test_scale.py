@@ -146,7 +146,7 @@ def seen(parts: Parts, line: Any) -> Seen:
 
 
 def rises(counts: list[int]) -> int:
-    """Count how often a number has risen: often if something is left behind in every task, seldom if made when needed."""
+    """Count how often a number has risen: often if every task leaves something behind, seldom if made when needed."""
     return sum(later > earlier for earlier, later in pairwise(counts))
 
 

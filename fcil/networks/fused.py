@@ -7,7 +7,7 @@ parts up again, which is cheaper than one more kernel. No atomics: the same bits
 Images come as matrices: a row for each pixel of each image, a column for each channel.
 """
 
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found,misc,no-any-return"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found,misc"
 
 from typing import Any
 
@@ -96,7 +96,7 @@ class NormAct(torch.autograd.Function):
         return dx, dweight, dbias, dresidual if ctx.has_residual else None, None, None
 
 
-def _width(channels: int) -> int:
+def _width(channels: int) -> Any:
     return min(TILE, triton.next_power_of_2(channels))
 
 
@@ -104,7 +104,7 @@ def _parts(rows: int) -> int:
     return max(1, min(MOST_PARTS, rows // TILE))
 
 
-def _programs(rows: int, blocks: int) -> int:
+def _programs(rows: int, blocks: int) -> Any:
     return max(1, min(triton.cdiv(rows, TILE), PROGRAMS // blocks))
 
 
