@@ -62,7 +62,7 @@ def run(
     ] = None,
     clients: Annotated[int | None, typer.Option(help="Number of clients; with --data [10]")] = None,
     active: Annotated[int | None, typer.Option(help="Clients that train in a round; with --data [5]")] = None,
-    protocol: Annotated[str, typer.Option(help="quick, short or paper; the benchmark's own if not given.")] = "",
+    protocol: Annotated[str, typer.Option(help="brief, quick, short or paper; the benchmark's own if not given.")] = "",
     seed: Annotated[int, typer.Option(help="Seed of partition, client sampling and training.")] = 0,
     set_: Settings = [],  # noqa: B006 - typer copies it
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/BENCHMARK/METHOD/SEED]")] = None,
@@ -158,7 +158,7 @@ def sweep(
     methods: Annotated[str, typer.Option(help="Method names, separated by commas.")] = DEFAULT,
     benchmarks: Annotated[str, typer.Option(help="Benchmark names, separated by commas.")] = "digits",
     seeds: Annotated[str, typer.Option(help="Seeds, such as 0-9 or 0,3,5-7.")] = "0-2",
-    protocol: Annotated[str, typer.Option(help="quick, short or paper; the benchmark's own if not given.")] = "",
+    protocol: Annotated[str, typer.Option(help="brief, quick, short or paper; the benchmark's own if not given.")] = "",
     set_: Settings = [],  # noqa: B006 - typer copies it
     out: Annotated[Path, typer.Option(help="Folder that the run folders lie in.")] = Path("runs"),
     device: Device = "auto",

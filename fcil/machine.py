@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 from contextlib import suppress
+from multiprocessing import active_children
 from pathlib import Path
 
 import torch
@@ -32,15 +33,19 @@ def reset_peak() -> None:
 
 
 def peak(device: torch.device) -> int:
-    """Return the most memory since then, in bytes: on the GPU where the run was there, else of the process."""
+    """Return the most memory since then, in bytes: on the GPU where the run was there, else of process and workers."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated())
     try:
-        status = Path("/proc/self/status").read_text()
-        return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+        return _most("self") + sum(_most(child.pid) for child in active_children())
     except (OSError, IndexError, ValueError):
         scale = 1 if sys.platform == "darwin" else 1024
         return scale * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _most(process: object) -> int:
+    status = Path(f"/proc/{process}/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
 def keep_memory() -> None:

@@ -83,6 +83,17 @@ def _hints(cls: type) -> dict[str, Any]:
     return get_type_hints(cls)
 
 
+def keep_no_more(rec: Any) -> None:
+    """Let a record hold what it weighs: tensors that are pieces of larger ones become their own."""
+    flat = {name: tensor.clone() if _is_a_piece(tensor) else tensor for name, tensor in flatten(rec).items()}
+    for name, value in vars(unflatten(type(rec), flat)).items():
+        setattr(rec, name, value)
+
+
+def _is_a_piece(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > tensor.nbytes
+
+
 def size_in_bytes(rec: Any) -> int:
     """Return what this record weighs on the wire or on the client's disk."""
     return sum(tensor.numel() * tensor.element_size() for tensor in flatten(rec).values())

@@ -11,7 +11,18 @@ from torch import Tensor
 
 from fcil import records
 from fcil.errors import UserError
-from fcil.records import ByClass, Done, Weights, flatten, read_tensors, record, size_in_bytes, unflatten, write_tensors
+from fcil.records import (
+    ByClass,
+    Done,
+    Weights,
+    flatten,
+    keep_no_more,
+    read_tensors,
+    record,
+    size_in_bytes,
+    unflatten,
+    write_tensors,
+)
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int64, torch.bool)
 
@@ -201,3 +212,14 @@ def test_a_missing_field_is_not_made_up() -> None:
 def test_a_record_is_a_plain_dataclass() -> None:
     assert [f.name for f in dataclasses.fields(records.Update)] == ["weights", "count"]
     assert records.Update({}, 3) == records.Update({}, count=3)
+
+
+def test_a_record_holds_no_more_than_it_weighs() -> None:
+    rows = torch.arange(100.0)
+    kept = Everything(rows[:2], {"w": rows}, {}, {3: rows[5:6], 4: torch.ones(2)}, 7, 0.5, True)
+    whole, before = kept.weights["w"], flatten(kept)
+    keep_no_more(kept)
+    after = flatten(kept)
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in after)
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in after.values())
+    assert kept.weights["w"] is whole and (kept.count, kept.share, kept.done) == (7, 0.5, True)

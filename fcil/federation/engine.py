@@ -31,10 +31,10 @@ OVERLAP = 5  # clients that a GPU trains at a time, unless set
 class Slot:
     """A client object with its scratch networks, its generator and the graphs of its trainings."""
 
-    def __init__(self, client: Client, device: torch.device):
+    def __init__(self, client: Client, device: torch.device, coloured: bool):
         self.client, self.generator = client, torch.Generator(device)
         nets = {name: net.to(device) for name, net in client.networks().items()}
-        if device.type == "cuda":
+        if coloured or device.type == "cuda":
             nets = {name: net.to(memory_format=torch.channels_last) for name, net in nets.items()}  # type: ignore[call-overload]
         self.networks = Networks(nets)
         self.graphs: dict[Any, Graph] = {}
@@ -147,7 +147,7 @@ class Engine:
 
     def _slot(self) -> Slot:
         with seeded("client"):  # all alike
-            return Slot(self._client(), self.device)  # type: ignore[no-untyped-call]
+            return Slot(self._client(), self.device, self.setting.shape[0] > 1)  # type: ignore[no-untyped-call]
 
     def _together(
         self, questions: Sequence[Question], handler: Callable[..., Any], message: Any, call: Call

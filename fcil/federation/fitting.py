@@ -82,7 +82,7 @@ def _batch(pool: Pool, rows: Tensor, how: str, generator: torch.Generator) -> Ba
         images = images.to(torch.get_default_dtype()) / 255
     if images.ndim == 4:
         images = augmented(images, how, generator) if pool.augment else images
-        if images.is_cuda:
+        if images.is_cuda or images.shape[1] > 1:  # with one channel there is nothing to gain on a CPU
             images = images.contiguous(memory_format=torch.channels_last)
     return Batch(images, pool.labels[rows], generator, {name: t[rows] for name, t in pool.extra.items()})
 

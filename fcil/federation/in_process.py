@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from fcil.errors import UserError
 from fcil.federation.calls import Answered, Call, Question
 from fcil.federation.engine import Engine
-from fcil.records import flatten
+from fcil.records import flatten, keep_no_more
 from fcil.scenario.memory import Budget
 from fcil.scenario.scenario import Scenario
 from fcil.scenario.tasks import LocalData, Task
@@ -87,6 +87,7 @@ class InProcess:
             for question, answered in zip(questions, answers, strict=True):
                 client = question.who
                 if differ(before.popleft(), snapshot(question.memory)):
+                    keep_no_more(question.memory)
                     self.memories[client] = question.memory
                     self.versions[client] = self.versions.get(client, 0) + 1
                     self.changed.add(client)

@@ -45,8 +45,8 @@ def _share(row: Found) -> str:
 
 def _rounds(rows: Sequence[Found]) -> Table:
     table = _table(
-        "A round of federated averaging: 50 clients, 5 in a round, 5 steps of 20 images",
-        "model", "runtime", "processes", "round ms", "to ours", "overhead ms", "to ours",
+        "Federated averaging: 50 clients, 5 in a round, 5 steps of 20 images",
+        "model", "runtime", "procs", "round ms", "ratio", "overhead ms", "ratio",
     )  # fmt: skip
     for row in rows:
         ours = [r for r in rows if r["model"] == row["model"] and r["name"].startswith("fcil")]
@@ -60,8 +60,8 @@ def _rounds(rows: Sequence[Found]) -> Table:
 
 
 def _best(rows: Sequence[Found]) -> Iterable[str]:
-    yield "in brackets: quartiles; overhead: a round less the bare local steps of its busiest process"
-    yield "to ours: times the better of our two; of our overhead the third quartile is taken, since it comes near zero"
+    yield "in brackets: quartiles; overhead: a round less the bare local steps of its busiest process, in its layout"
+    yield "ratio: to the better of our two; of our overhead the third quartile is taken, since it comes near zero"
     largest = max(row["difference"] for row in rows)
     yield f"same work: after as many rounds the runtimes' weights differ by at most {largest:.0e}"
 
@@ -82,7 +82,7 @@ def _quartiles(seconds: Sequence[float]) -> list[float]:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
     for number, name in enumerate(columns):
         words = number == 0 or name in ("runtime", "engine")
         table.add_column(name, justify="left" if words else "right", no_wrap=name != "engine")
