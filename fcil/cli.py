@@ -68,7 +68,9 @@ def run(
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/BENCHMARK/METHOD/SEED]")] = None,
     device: Device = "auto",
     workers: Workers = 0,
-    eager: Annotated[bool, typer.Option("--eager", help="Train in a plain loop on a GPU, too: slow.")] = False,
+    eager: Annotated[
+        bool, typer.Option("--eager", help="On a GPU: train in a plain loop, one client at a time, as a check. Slow.")
+    ] = False,
     resume: Annotated[
         Path | None, typer.Option(help="Go on with the run in this folder; all else is read from there.")
     ] = None,
@@ -288,6 +290,8 @@ def bench(
     for name in part:
         if name not in PARTS:
             raise unknown("part", name, PARTS)
+    if json is not None and not json.absolute().parent.is_dir():
+        raise UserError(f"there is no folder {json.absolute().parent} to write {json.name} to")
     found = []
     for one in measured(tuple(part) or PARTS, the_device(device), rounds):
         found.append(one)
@@ -329,9 +333,9 @@ def _execute(
     from fcil.report.progress import follow
     from fcil.report.tensorboard import mirrored
 
+    the_device(device)
     if finished(folder, wanted):
         return console.print(f"{folder} is finished; this is what came out", soft_wrap=True)
-    the_device(device)
     show_plan(wanted)
     lines = execute(wanted, folder, device, workers=workers, eager=eager)
     try:

@@ -35,7 +35,7 @@ def reset_peak() -> None:
 def peak(device: torch.device) -> int:
     """Return the most memory since then, in bytes: on the GPU where the run was there, else of process and workers."""
     if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated())
+        return int(torch.cuda.max_memory_reserved())  # what graphs hold is not allocated, but it is taken
     try:
         return _most("self") + sum(_most(child.pid) for child in active_children())
     except (OSError, IndexError, ValueError):

@@ -26,6 +26,9 @@ GENERATOR = torch.Generator().manual_seed(0)
         (lambda: X.nonzero().sum(), r"depends on values \(nonzero\)"),
         (lambda: torch.masked_select(X, X > 2), "depends on values"),
         (lambda: X.unique(), "depends on values"),
+        (lambda: X.clone().index_put_((X > 2,), torch.zeros(())), "depends on values"),
+        (lambda: X[0].repeat_interleave(torch.tensor([1, 2, 3])), "depends on values"),
+        (lambda: torch.bincount(torch.tensor([1, 2])), "depends on values"),
         (lambda: torch.randn(3) * X, r"draws \(randn\) without the batch's generator"),
         (lambda: F.dropout(X, 0.5), "without the batch's generator"),
         (lambda: torch.bernoulli(X / 9), "without the batch's generator"),
@@ -60,7 +63,7 @@ def test_every_method_that_says_so_can_be_captured(method: str, settings: dict[s
     for parts, fit in last_fits(method, settings):
         loss = loss_of(parts, fit, fit.given, torch.Generator())
         try:
-            identity(fit.loss)
+            identity(fit.loss, parts.engine.client)
             with Watch():
                 loss(*some_inputs(parts, fit, slice(4), 0))
         except Impure as why:
@@ -77,14 +80,17 @@ def module_loss(*_: Any) -> Tensor:
     return X.sum()
 
 
-def test_a_loss_is_known_again_unless_it_is_made_anew() -> None:
+def test_a_loss_is_known_again_unless_it_may_be_another() -> None:
     one, other = Client(), Client()
-    assert identity(one.loss) == identity(one.loss) != identity(other.loss)
-    assert identity(module_loss) == identity(module_loss) != identity(one.loss)
+    assert identity(one.loss, one) == identity(one.loss, one) != identity(module_loss, one)
+    assert identity(module_loss, one) == identity(module_loss, other)
 
     def made_anew(scale: float) -> Any:
         return lambda *_: X * scale
 
-    for loss in (made_anew(2.0), partial(module_loss, 1), one):
-        with pytest.raises(Impure, match="made anew for every Fit"):
-            identity(loss)
+    def with_default(nets: Any, batch: Any, given: Any, scale: float = 2.0) -> Tensor:
+        return X * scale
+
+    for loss in (made_anew(2.0), with_default, partial(module_loss, 1), one, other.loss):
+        with pytest.raises(Impure, match="may be another one for every Fit"):
+            identity(loss, one)

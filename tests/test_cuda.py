@@ -158,7 +158,7 @@ def trained(
             labels = torch.randint(0, 6, (len(images),), generator=generator)
             data = LocalData(Task(0, ((0, 1, 2, 3, 4, 5),)), images.cuda(), labels.cuda())
             questions.append(Question(who, Nothing(), lambda data=data: data))
-        anchor, factor = torch.full((6,), 1.0 + number, device="cuda"), given.get("factor", 0.5)
+        anchor, factor = torch.full((6,), 1.0 + number), given.get("factor", 0.5) * (1 + number % 2)  # on the CPU
         message = Sent(start, anchor, factor)
         for answered in engine.answers(questions, kind.train, message, Call(0, 0, number + 1, number, rounds)):
             found.append(answered.reply.weights)
@@ -185,7 +185,7 @@ def test_clients_of_any_size_and_what_a_message_brings_are_not_captured() -> Non
         (waiting, False, "reads a value|wait for the GPU"),
         (masking, False, "shape of a result depends on values"),
         (drawing, False, "without the batch's generator"),
-        (anchored, True, "made anew for every Fit"),
+        (anchored, True, "another one for every Fit"),
     ],
 )
 def test_a_loss_that_cannot_be_captured_runs_in_a_loop_and_the_engine_says_why(loss: Any, anew: bool, why: str) -> None:

@@ -1,7 +1,7 @@
 """`fcil bench`: how fast the simulator is, as ratios that are measured in one run.
 
-Seconds of another machine or another day say little, so whatever is compared is measured in turns: the same work, after
-a warm-up, with repetitions whose spread is shown.
+Seconds of another machine or another day say little, so whatever is compared does the same work in the same run, after
+a warm-up, with repetitions whose spread is shown; runtimes have their turns one after the other, several times.
 """
 
 import platform
@@ -60,30 +60,29 @@ def engine(method: str, device: str, rounds: int) -> Found:
 def against(rivals: list[str], heavy: bool, rounds: int) -> Iterator[Found]:
     """Compare rounds, and what they cost beyond their bare local steps, with other runtimes', turn by turn."""
     runtimes: dict[str, Callable[[int], task.Rounds | None]] = {
-        "fcil, loop": lambda turn: task.ours(heavy, turn, workers=1),
-        "fcil, workers": lambda turn: task.ours(heavy, turn, workers=max(2, cores())),
         **({"Flower": lambda turn: flower.measure(heavy, turn)} if "flower" in rivals else {}),
         **({"pfl-research": lambda turn: pfl.measure(heavy, turn)} if "pfl" in rivals else {}),
+        "fcil, loop": lambda turn: task.ours(heavy, turn, workers=1),
+        "fcil, workers": lambda turn: task.ours(heavy, turn, workers=max(2, cores())),
     }
-    model = "45 MB" if heavy else "98 KB"
-    found: dict[str, task.Rounds] = {}
+    model, found = "45 MB" if heavy else "98 KB", dict[str, task.Rounds]()
     for _ in range(TURNS):
         for name, measure in list(runtimes.items()):
+            if len(runtimes) == 2:  # nobody is left to compare with
+                return
             try:
-                took = measure(-(-rounds // TURNS))
+                took, why = measure(-(-rounds // TURNS)), f"{name} is not installed: pip install 'pfl==0.6.*'"
             except UserError as error:
                 took, why = None, str(error)
-            else:
-                why = f"{name} is not installed"
             if took is None:
                 del runtimes[name]
-                yield {"part": "missing", "name": name, "model": model, "says": why, "needed": name == "Flower"}
+                needed = name == "Flower" or len(rivals) == 1  # pfl-research is compared with where it is there
+                yield {"part": "missing", "name": name, "model": model, "says": why, "needed": needed}
             else:
                 found[name] = took if name not in found else task.joined(found[name], took)
-    loop = found["fcil, loop"]
     for name, took in found.items():
         yield {
             "part": "rounds", "model": model, "name": name, "processes": took.processes, "seconds": took.seconds,
             "bare": took.bare, "median": took.median, "overheads": took.overheads, "overhead": took.overhead,
-            "difference": task.difference(loop, took),
+            "difference": task.difference(found["fcil, loop"], took),
         }  # fmt: skip

@@ -27,11 +27,13 @@ class Adaptive:
         self._began = 0.0  # when it was decided to start them
         self._loop: dict[str, list[float]] = {}  # seconds an answer took, by handler
         self._crew: dict[str, list[float]] = {}
+        self._slower: set[str] = set()  # handlers for which the loop has turned out to be faster
+        self._asked = (0, 0)  # the last question, and of how many clients so far
 
     @property
     def running(self) -> int:
-        """How many processes answer, so far at most."""
-        return self.many if self._crew else 1
+        """How many processes answer."""
+        return self.many if self._crew and self.workers is not None and not self.workers.closed else 1
 
     def receive(self, message: Any) -> Any:
         """Pass a message on as it is."""
@@ -47,15 +49,18 @@ class Adaptive:
         self, questions: Sequence[Question], handler: Callable[..., Any], message: Any, call: Call
     ) -> Iterator[Answered]:
         """Let clients answer in the way that is faster."""
-        crew = self._there() if len(questions) > 1 else None
+        crew = self._there() if len(questions) > 1 and handler.__name__ not in self._slower else None
         start = time.perf_counter()
         yield from (crew or self.engine).answers(questions, handler, message, call)
         times = (self._crew if crew else self._loop).setdefault(handler.__name__, [])
         times.append((time.perf_counter() - start) / max(1, len(questions)))
         if crew is None:
-            self._consider(min(times) if len(times) > 1 else 0.0, len(questions), call)  # the first one also imports
+            self._asked = (call.step, len(questions) + (self._asked[1] if self._asked[0] == call.step else 0))
+            self._consider(min(times) if len(times) > 1 else 0.0, self._asked[1], call)  # the first one also imports
         elif len(times) == TRIED and min(times) > min(self._loop.get(handler.__name__, times)):
-            self.close()
+            self._slower.add(handler.__name__)
+            if self._slower == self._crew.keys():
+                self.close()
 
     def _there(self) -> Workers | None:
         """Return the workers if they can answer."""

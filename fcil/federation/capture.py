@@ -23,7 +23,6 @@ from fcil.method import Loss, Pool, Trained
 from fcil.records import NUMBERS, flatten, unflatten
 
 WARM_UP = 3  # steps before a capture, in which libraries choose their kernels
-ONE_RULE = "a loss must be a pure tensor function (CONTRIBUTING.md)"
 
 
 class Impure(Exception):
@@ -34,16 +33,18 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raise `Impure` where a value is read back to Python, a shape depends on values, or a draw has no generator."""
 
     READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
-    SHAPES = ("aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive")
+    SHAPES = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func._schema.name, kwargs or {}
         if name in self.READS:
             raise Impure("it reads a value back to Python, as .item(), float(...) or a branch on a tensor does")
-        if name in self.SHAPES or (name == "aten::index" and _by_mask(args[1])):
-            raise Impure(f"the shape of a result depends on values ({name.removeprefix('aten::')})")
+        word = name.removeprefix("aten::")
+        by_mask = word in ("index", "index_put", "index_put_", "_index_put_impl_") and _by_mask(args[1])
+        if word in self.SHAPES or by_mask or (word == "repeat_interleave" and kwargs.get("output_size") is None):
+            raise Impure(f"the shape of a result depends on values ({word})")
         if torch.Tag.nondeterministic_seeded in func.tags and _generator(func, args, kwargs) is None:
-            raise Impure(f"it draws ({name.removeprefix('aten::')}) without the batch's generator")
+            raise Impure(f"it draws ({word}) without the batch's generator")
         return func(*args, **kwargs)
 
 
@@ -57,13 +58,21 @@ def _generator(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     return kwargs.get("generator", args[place] if place < len(args) else None)
 
 
-def identity(loss: Callable[..., Any]) -> Any:
-    """Return what tells one loss from another; raise `Impure` for one that is made anew with every message."""
-    if isinstance(loss, MethodType):
-        return id(loss.__self__), identity(loss.__func__)
-    if isinstance(loss, partial) or not isinstance(loss, FunctionType) or loss.__closure__:
-        raise Impure("it is made anew for every Fit; make it a function of the module or a method of the client")
-    return loss.__code__
+def identity(loss: Callable[..., Any], client: object) -> Any:
+    """Return what tells one loss from another; raise `Impure` for one that may be another with every message."""
+    own = isinstance(loss, MethodType) and loss.__self__ is client
+    function = loss.__func__ if isinstance(loss, MethodType) and own else loss
+    if (
+        not isinstance(function, FunctionType)
+        or function.__closure__
+        or function.__defaults__
+        or function.__kwdefaults__
+    ):
+        raise Impure(
+            "it may be another one for every Fit; make it a plain function of the module, without defaults or "
+            "decorators, or a method of the client"
+        )
+    return function.__code__
 
 
 class Graph:
@@ -161,25 +170,28 @@ class Halves:
     """
 
     def __init__(self, nets: Mapping[str, nn.Module]):
-        layers = [m for net in nets.values() for m in net.modules() if type(m) in (nn.Conv2d, nn.Linear)]
-        weights = {id(p): p for layer in layers for p in layer.parameters(recurse=False)}
-        halves = {k: p.detach().to(torch.bfloat16).requires_grad_(p.requires_grad) for k, p in weights.items()}
-        self.of = {
-            layer: {name: None if (p := getattr(layer, name)) is None else halves[id(p)] for name in ("weight", "bias")}
-            for layer in layers
-        }
-        pairs: list[tuple[Tensor, Tensor]] = [(p, halves[k]) for k, p in weights.items()]
+        self.layers = [m for net in nets.values() for m in net.modules() if type(m) in (nn.Conv2d, nn.Linear)]
+        found = [p for layer in self.layers for p in layer.parameters(recurse=False)]
+        self.halves = {id(p): p.detach().to(torch.bfloat16).requires_grad_(p.requires_grad) for p in found}
+        pairs: list[tuple[Tensor, Tensor]] = [(p, self.halves[id(p)]) for p in found]
         self.learning = [(p, half) for p, half in pairs if p.requires_grad]
         self.frozen = [(p, half) for p, half in pairs if not p.requires_grad]
 
     def __enter__(self) -> None:
         _copied(self.learning)
-        for layer, halves in self.of.items():
-            compute: Callable[..., Tensor] = layer._conv_forward if isinstance(layer, nn.Conv2d) else F.linear
-            vars(layer)["forward"] = partial(compute, **halves)
+        for layer in self.layers:
+            vars(layer)["forward"] = partial(self._computed, layer)
+
+    def _computed(self, layer: Any, x: Tensor) -> Tensor:
+        # what stands in a weight's place for the moment, as in functional_call, has no half and is taken as it is
+        weight, bias = (self.halves.get(id(p), p) for p in (layer.weight, layer.bias))
+        result: Tensor = (
+            layer._conv_forward(x, weight, bias) if isinstance(layer, nn.Conv2d) else F.linear(x, weight, bias)
+        )
+        return result
 
     def __exit__(self, *_: object) -> None:
-        for layer in self.of:
+        for layer in self.layers:
             del layer.forward
 
     def refresh_frozen(self) -> None:
@@ -224,9 +236,11 @@ class Counters:
         """Do not count inside."""
         for layer in self.layers:
             layer.num_batches_tracked = None
-        yield
-        for layer, tensor in zip(self.layers, self.tensors, strict=True):
-            layer.num_batches_tracked = tensor
+        try:
+            yield
+        finally:
+            for layer, tensor in zip(self.layers, self.tensors, strict=True):
+                layer.num_batches_tracked = tensor
 
     def add(self, steps: int) -> None:
         """Count these steps."""
@@ -234,11 +248,12 @@ class Counters:
             torch._foreach_add_([t for t, n in zip(self.tensors, self.each, strict=True) if n == each], each * steps)
 
 
-def kind(todo: Work) -> Any:
+def kind(todo: Work, client: object) -> Any:
     """Return what two trainings must have in common to share a graph; raise `Impure` where none can be made."""
     fit = todo.fit
     pools = [
         (name, todo.sizes[name], pool.augment, pool.images.dtype, pool.images.shape[1:],
+         pool.labels.dtype, pool.labels.shape[1:],
          tuple((key, extra.dtype, extra.shape[1:]) for key, extra in pool.extra.items()))
         for name, pool in todo.pools.items()
     ]  # fmt: skip
@@ -249,7 +264,7 @@ def kind(todo: Work) -> Any:
         else []
     )
     return (
-        identity(fit.loss), tuple(fit.load), fit.trains, tuple(pools), tuple(given.items()), tuple(numbers),
+        identity(fit.loss, client), tuple(fit.load), fit.trains, tuple(pools), tuple(given.items()), tuple(numbers),
         todo.momentum, todo.weight_decay,
     )  # fmt: skip
 

@@ -25,6 +25,7 @@ from fcil.records import flatten, size_in_bytes, unflatten
 from fcil.scenario.tasks import LocalData
 from fcil.seeds import seed_of
 
+MOST_GRAPHS = 16  # kinds of training that a slot has graphs of
 OVERLAP = 5  # clients that a GPU trains at a time, unless set
 
 
@@ -186,20 +187,24 @@ class Engine:
         slot, fit = answer.slot, answer.asked_fit
         if len(fit.pool) == 0:
             return None
+        fit = replace(fit, given=self.receive(fit.given))
         todo, state, key = work(fit, self.setting.protocol, call), slot.generator.get_state(), None
         try:
-            key = kind(todo)
+            key = kind(todo, slot.client)
             if key in self._impure:
                 return None
             graph = slot.graphs.get(key)
             if graph is None or not graph.fits(todo):
                 slot.graphs.pop(key, None)
-                graph = slot.graphs[key] = Graph(
-                    slot.networks, todo, self.setting.augment, slot.generator, self.precision
-                )
-        except Impure as why:
+                graph = Graph(slot.networks, todo, self.setting.augment, slot.generator, self.precision)
+                slot.graphs[key] = graph
+                if len(slot.graphs) > MOST_GRAPHS:
+                    del slot.graphs[next(iter(slot.graphs))]
+        except torch.OutOfMemoryError:
+            raise
+        except (Impure, RuntimeError) as why:  # the loop will do, or say what is wrong
             self._impure.add(key)
-            self.why_eager = f"a loss cannot be captured: {why}"
+            self.why_eager = f"a loss cannot be captured: {str(why).splitlines()[0]}"
             return None
         finally:
             slot.generator.set_state(state)
@@ -275,7 +280,7 @@ def threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def seeded(*key: int | str) -> Iterator[None]:
-    """Seed what draws from the global generator, such as initial weights or dropout, and leave it as it was."""
+    """Seed what draws from the global generators, such as initial weights or dropout, and leave the CPU's as it was."""
     everyones, seed = torch.default_generator, seed_of(*key)
     before = everyones.get_state()
     everyones.manual_seed(seed)

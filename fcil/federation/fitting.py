@@ -150,8 +150,10 @@ class Networks:
         return optimizer
 
     def trained(self, fit: Fit, count: int, loss: Tensor) -> Trained:
-        """Return copies of what was trained."""
+        """Return copies of what was trained, which is in evaluation mode from here on."""
         names = dict.fromkeys(path.split(".")[0] for path in fit.trains)
+        for name in names:
+            self.nets[name].eval()
         return Trained({name: self._copied(name) for name in names}, count, loss)
 
     def untrained(self, fit: Fit) -> Trained:
@@ -186,8 +188,6 @@ def plainly(
         with precision():
             loss = fit.loss(nets, batch, given)
         total += descend(loss, optimizer, todo.clip)
-    for name in {path.split(".")[0] for path in fit.trains}:
-        networks.nets[name].eval()
     return networks.trained(fit, len(fit.pool), total / todo.steps)
 
 

@@ -36,7 +36,7 @@ class Crew(Protocol):
 
     @property
     def running(self) -> int:
-        """How many processes answer, so far at most."""
+        """How many processes answer."""
         ...
 
     def close(self) -> None:

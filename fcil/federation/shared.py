@@ -168,7 +168,7 @@ def _shared(number: int, size: int) -> Block:
             os.close(fd)
         raise UserError(
             f"there is no room for {size / 2**20:,.1f} MiB of memory shared with worker processes ({error}); "
-            "set workers=1 to do without them"
+            "use --workers 1 to do without them"
         ) from error
 
 

@@ -76,7 +76,7 @@ class Workers:
         self, load: Callable[[str], Method], name: str, config: Any, setting: Setting, many: int, source: str = ""
     ):
         if multiprocessing.current_process().daemon:
-            raise UserError("a daemonic process may start no workers; set workers=1 to do without them")
+            raise UserError("a daemonic process may start no workers; use --workers 1 to do without them")
         self.running, self.at_once = many, AT_ONCE * many
         values = {knob.name: getattr(config, knob.name) for knob in fields(config)}
         job = (load, name, values, source, setting, torch.get_default_dtype())
@@ -85,7 +85,7 @@ class Workers:
                 self.crew = [Worker(_context(), job) for _ in range(many)]
         except (OSError, EOFError) as error:
             raise UserError(
-                f"worker processes cannot be started here ({error}); set workers=1 to do without them"
+                f"worker processes cannot be started here ({error}); use --workers 1 to do without them"
             ) from error
         self._messages = Shelf([worker.wire for worker in self.crew])
         self._homes: dict[int, Worker] = {}  # who answered for a client last, and may have things cached for it
@@ -206,7 +206,7 @@ class Workers:
             how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else "ended"
             why = ", as happens where memory runs out" if code == -signal.SIGKILL else ""
             raise UserError(
-                f"a worker process {how}{why}; set fewer workers, or workers=1 to do without them"
+                f"a worker process {how}{why}; the same command goes on; --workers 1 does without them"
             ) from error
 
 
@@ -325,8 +325,8 @@ def serve(
     except Exception as error:
         wire.send(Trouble.of(error))
         return
-    wire.send("ready")
     with suppress(EOFError, ConnectionError):
+        wire.send("ready")
         while True:
             desk.answer_one(wire)
 

@@ -34,16 +34,26 @@ def norm_act(norm: nn.BatchNorm2d, x: Tensor, residual: Tensor | None, slope: fl
 
 
 def agree(device: str) -> bool:
-    """Compare a pass forward and back with PyTorch's on a few numbers."""
+    """Compare passes forward and back, training and not, with PyTorch's on a few numbers in half precision."""
     generator = torch.Generator(device).manual_seed(0)
-    x, residual, back = (torch.randn(9, 24, 5, 5, generator=generator, device=device) for _ in range(3))
+    drawn = [torch.randn(9, 24, 5, 5, generator=generator, device=device).bfloat16() for _ in range(3)]
     results = []
     for fused in (True, False):
-        norm, own = nn.BatchNorm2d(24, device=device), x.clone().requires_grad_()
-        y = norm_act(norm, own, residual, 0.2) if fused else nn.functional.leaky_relu(norm(own) + residual, 0.2)
+        norm, (x, residual, back) = nn.BatchNorm2d(24, device=device), (t.clone() for t in drawn)
+        x.requires_grad_(), residual.requires_grad_()
+        compute = norm_act if fused else _in_full
+        y = compute(norm, x, residual, 0.2)
         y.backward(back)
-        results.append([y, own.grad, norm.weight.grad, norm.running_mean, norm.running_var])
-    return all(torch.allclose(one, other, rtol=1e-3, atol=1e-3) for one, other in zip(*results, strict=True))
+        with torch.no_grad():
+            later = compute(norm.eval(), x, None, 0.0)
+        results.append([y, later, x.grad, residual.grad, norm.weight.grad, norm.bias.grad, *norm.buffers()])
+    pairs = [(one.float(), other.float()) for one, other in zip(*results, strict=True)]
+    return all(torch.allclose(one, other, rtol=2e-2, atol=2e-2 * float(other.abs().max())) for one, other in pairs)
+
+
+def _in_full(norm: nn.BatchNorm2d, x: Tensor, residual: Tensor | None, slope: float) -> Tensor:
+    y = norm(x.float()) if residual is None else norm(x.float()) + residual.float()
+    return torch.where(y > 0, y, slope * y).to(x.dtype)
 
 
 class NormAct(torch.autograd.Function):
@@ -181,6 +191,15 @@ def _apply(
 
 
 @triton.jit
+def _came_back(x, y, dy, at, here, mean, inverse, slope):
+    """Return what comes back through the activation, and the normalised images."""
+    back = tl.load(dy + at, mask=here, other=0.0).to(tl.float32)
+    back = tl.where(tl.load(y + at, mask=here, other=0.0).to(tl.float32) > 0, back, back * slope)
+    normal = (tl.load(x + at, mask=here, other=0.0).to(tl.float32) - mean[None, :]) * inverse[None, :]
+    return back, normal
+
+
+@triton.jit
 def _back_sums(x, y, dy, saved, sums, rows, channels, chunk, slope, BM: tl.constexpr, BC: tl.constexpr):
     """Sum over a part of the rows what comes back, and its product with the normalised images."""
     part, parts = tl.program_id(1), tl.num_programs(1)
@@ -195,9 +214,7 @@ def _back_sums(x, y, dy, saved, sums, rows, channels, chunk, slope, BM: tl.const
         r = start + tl.arange(0, BM)
         here = (r[:, None] < end) & ok[None, :]
         at = r[:, None] * channels + c[None, :]
-        back = tl.load(dy + at, mask=here, other=0.0).to(tl.float32)
-        back = tl.where(tl.load(y + at, mask=here, other=0.0).to(tl.float32) > 0, back, back * slope)
-        normal = (tl.load(x + at, mask=here, other=0.0).to(tl.float32) - mean[None, :]) * inverse[None, :]
+        back, normal = _came_back(x, y, dy, at, here, mean, inverse, slope)
         total += back
         product += back * normal
     tl.store(sums + part * channels + c, tl.sum(total, 0), mask=ok)
@@ -228,9 +245,7 @@ def _back_apply(
         r = start + tl.arange(0, BM)
         here = (r[:, None] < end) & ok[None, :]
         at = r[:, None] * channels + c[None, :]
-        back = tl.load(dy + at, mask=here, other=0.0).to(tl.float32)
-        back = tl.where(tl.load(y + at, mask=here, other=0.0).to(tl.float32) > 0, back, back * slope)
-        normal = (tl.load(x + at, mask=here, other=0.0).to(tl.float32) - mean[None, :]) * inverse[None, :]
+        back, normal = _came_back(x, y, dy, at, here, mean, inverse, slope)
         value = scale[None, :] * (back - total[None, :] - normal * product[None, :])
         tl.store(dx + at, value.to(dx.dtype.element_ty), mask=here)
         if RESIDUAL:

@@ -20,7 +20,7 @@ def tables(found: Sequence[Found]) -> list[RenderableType]:
         shown += [_rounds(parts["rounds"]), *_best(parts["rounds"])]
     if parts["growth"]:
         shown += ["How costs grow", *(f["says"] for f in parts["growth"])]
-    return [*shown, *dict.fromkeys(f["says"] for f in parts["missing"])]
+    return [*shown, *dict.fromkeys(f["says"] for f in parts["missing"] if not f["needed"])]
 
 
 def _engine(rows: Sequence[Found]) -> Table:
