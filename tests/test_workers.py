@@ -252,12 +252,13 @@ def test_buffers_are_used_again(scenario: Scenario, own: Path) -> None:
 
 
 def test_a_message_that_is_cached_stays_what_it_was(room: Room) -> None:
-    made_from: dict[int, Tensor] = {}
+    made_from: dict[int, list[Tensor]] = {client: [] for client in range(4)}
     for weights in (torch.rand(99_999) for _ in range(4)):
         for client, answered in room.ask([0, 1, 2, 3], "derive", w=weights):
-            if answered.reply.weights["made"]:  # anew where a busy machine has given the client to the other worker
-                made_from[client] = weights
-            assert torch.equal(answered.reply.weights["kept"], made_from[client])
+            if answered.reply.weights["made"]:  # once, or twice where a busy machine has moved the client to and fro
+                made_from[client].append(weights)
+            assert len(made_from[client]) in (1, 2)
+            assert any(torch.equal(answered.reply.weights["kept"], whole) for whole in made_from[client])
 
 
 def test_clients_stay_with_their_worker_and_both_work(room: Room) -> None:
