@@ -123,12 +123,6 @@ def train(net: Network, client: int, round: int, layout: torch.memory_format = t
         optimizer.step()
 
 
-def bare(heavy: bool, repetitions: int) -> list[float]:
-    """Return the seconds of a round's local steps alone: a plain loop over its clients, in one process and thread."""
-    net = network(heavy)
-    return [bare_steps(net, round) for round in range(1 + repetitions)][1:]
-
-
 def bare_steps(net: Network, round: int, layout: torch.memory_format = torch.contiguous_format) -> float:
     """Return the seconds that the clients of a round train, one after the other, with no federation around them."""
     with threads(1):

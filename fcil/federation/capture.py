@@ -1,78 +1,26 @@
-"""A training step captured as a CUDA graph, and what keeps a loss from being captured.
+"""A training step captured as a CUDA graph.
 
 A graph replays the same kernels on the same addresses. So whatever varies lies in buffers that stay: the weights in
 the slot's networks, the images of each pool, the rows that each step takes of it, the learning rate of each step, the
 number of the step, `given`. Clients of different sizes need no new graph, only a larger buffer now and then.
 """
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import partial
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fcil.federation.fitting import Networks, Work, descend, drawn
+from fcil.federation.purity import identity, watched
 from fcil.method import Loss, Pool, Trained
 from fcil.records import NUMBERS, flatten, unflatten
 
 WARM_UP = 3  # steps before a capture, in which libraries choose their kernels
-
-
-class Impure(Exception):
-    """A loss does something that a graph cannot replay."""
-
-
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raise `Impure` where a value is read back to Python, a shape depends on values, or a draw has no generator."""
-
-    READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
-    SHAPES = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount")
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = func._schema.name, kwargs or {}
-        if name in self.READS:
-            raise Impure("it reads a value back to Python, as .item(), float(...) or a branch on a tensor does")
-        word = name.removeprefix("aten::")
-        by_mask = word in ("index", "index_put", "index_put_", "_index_put_impl_") and _by_mask(args[1])
-        if word in self.SHAPES or by_mask or (word == "repeat_interleave" and kwargs.get("output_size") is None):
-            raise Impure(f"the shape of a result depends on values ({word})")
-        if torch.Tag.nondeterministic_seeded in func.tags and _generator(func, args, kwargs) is None:
-            raise Impure(f"it draws ({word}) without the batch's generator")
-        return func(*args, **kwargs)
-
-
-def _by_mask(indices: Any) -> bool:
-    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
-
-
-def _generator(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    names = [argument.name for argument in func._schema.arguments]
-    place = names.index("generator") if "generator" in names else len(args)
-    return kwargs.get("generator", args[place] if place < len(args) else None)
-
-
-def identity(loss: Callable[..., Any], client: object) -> Any:
-    """Return what tells one loss from another; raise `Impure` for one that may be another with every message."""
-    own = isinstance(loss, MethodType) and loss.__self__ is client
-    function = loss.__func__ if isinstance(loss, MethodType) and own else loss
-    if (
-        not isinstance(function, FunctionType)
-        or function.__closure__
-        or function.__defaults__
-        or function.__kwdefaults__
-    ):
-        raise Impure(
-            "it may be another one for every Fit; make it a plain function of the module, without defaults or "
-            "decorators, or a method of the client"
-        )
-    return function.__code__
 
 
 class Graph:
@@ -80,9 +28,7 @@ class Graph:
 
     def __init__(self, networks: Networks, todo: Work, how: str, generator: torch.Generator, precision: Any):
         fit, device = todo.fit, generator.device
-        self.networks, self.generator, self.momentum, self.decay = (
-            networks, generator, todo.momentum, todo.weight_decay
-        )  # fmt: skip
+        self.networks, self.generator = networks, generator
         self.stream, self.graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         self.total = torch.zeros((), device=device)
@@ -97,7 +43,6 @@ class Graph:
         networks.thaw(fit)
         self.optimizer = networks.optimizer(fit, todo.momentum, todo.weight_decay)
         nets = {name: networks.nets[name] for name in fit.load}
-
         self.half = Halves(nets) if isinstance(precision(), torch.autocast) else None
         self.counters = Counters(nets)
 
@@ -113,7 +58,7 @@ class Graph:
         self.begin(todo)
         with torch.cuda.stream(self.stream):
             with self.counters.counting():
-                one_step(_watched(fit.loss))
+                one_step(watched(fit.loss))
             for _ in range(WARM_UP):
                 self.step.zero_()
                 one_step(fit.loss)
@@ -132,7 +77,7 @@ class Graph:
         """Put everything that this training starts from into the buffers."""
         self.todo = todo
         self.networks.load(todo.fit)
-        self.networks.optimizer(todo.fit, self.momentum, self.decay)
+        self.networks.optimizer(todo.fit, todo.momentum, todo.weight_decay)  # emptied
         for name, pool in todo.pools.items():
             buffers = self.pools[name]
             buffers.images[: len(pool)].copy_(pool.images)
@@ -170,8 +115,9 @@ class Halves:
     """
 
     def __init__(self, nets: Mapping[str, nn.Module]):
-        self.layers = [m for net in nets.values() for m in net.modules() if type(m) in (nn.Conv2d, nn.Linear)]
-        found = [p for layer in self.layers for p in layer.parameters(recurse=False)]
+        modules = dict.fromkeys(module for net in nets.values() for module in net.modules())  # each once
+        self.layers = [module for module in modules if type(module) in (nn.Conv2d, nn.Linear)]
+        found = list(dict.fromkeys(p for layer in self.layers for p in layer.parameters(recurse=False)))
         self.halves = {id(p): p.detach().to(torch.bfloat16).requires_grad_(p.requires_grad) for p in found}
         pairs: list[tuple[Tensor, Tensor]] = [(p, self.halves[id(p)]) for p in found]
         self.learning = [(p, half) for p, half in pairs if p.requires_grad]
@@ -267,23 +213,6 @@ def kind(todo: Work, client: object) -> Any:
         identity(fit.loss, client), tuple(fit.load), fit.trains, tuple(pools), tuple(given.items()), tuple(numbers),
         todo.momentum, todo.weight_decay,
     )  # fmt: skip
-
-
-def _watched(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def watched(*args: Any) -> Tensor:
-        with warnings.catch_warnings(action="ignore"):  # that it does not see everything
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            with Watch():  # type: ignore[no-untyped-call]
-                return loss(*args)
-        except RuntimeError as error:
-            if "synchronizing" in str(error):
-                raise Impure("it makes Python wait for the GPU, as .tolist() or .cpu() does") from error
-            raise
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    return watched
 
 
 def _room(count: int) -> int:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from fcil.errors import UserError
 from fcil.federation.calls import Answered, Call, Question
-from fcil.federation.capture import Graph, Impure, kind
+from fcil.federation.capture import Graph, kind
 from fcil.federation.fitting import Networks, plainly, work
+from fcil.federation.purity import Impure
 from fcil.method import Client, Fit, Method, Pictures, Setting, Trained
 from fcil.networks.norm import kernels_work
 from fcil.records import flatten, size_in_bytes, unflatten
@@ -204,7 +205,7 @@ class Engine:
             raise
         except (Impure, RuntimeError) as why:  # the loop will do, or say what is wrong
             self._impure.add(key)
-            self.why_eager = f"a loss cannot be captured: {str(why).splitlines()[0]}"
+            self.why_eager = f"a loss cannot be captured: {(str(why) or repr(why)).splitlines()[0]}"
             return None
         finally:
             slot.generator.set_state(state)

@@ -274,7 +274,8 @@ class Client:  # Algorithm 2
             codes, scales = packed({j: rows[j][:n] - p[j] for j, n in keep.items() if j not in stay}, self.bits)
             codes |= {j: memory.codes[j][: keep[j]].clone() for j in stay}
             scales |= {j: memory.scales[j] for j in stay}
-            memory.codes, memory.scales = ({j: rows[j] for j in keep} for rows in (codes, scales))
+            memory.codes = {j: codes[j] for j in keep}
+            memory.scales = {j: scales[j] for j in keep}
         own = again | by_class(self.encoded, new) if c.centroids == "per_client" else {}
         means = {j: z.mean(0) for j, z in own.items()}
         return Remembered(placing.counted(again, p, message.seen), means)  # 2, 27, 29

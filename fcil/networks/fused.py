@@ -119,6 +119,13 @@ def _programs(rows: int, blocks: int) -> Any:
 
 
 @triton.jit
+def _tile(start, end, c, ok, channels, BM: tl.constexpr):
+    """Return which of the next rows there are, and where they lie."""
+    r = start + tl.arange(0, BM)
+    return (r[:, None] < end) & ok[None, :], r[:, None] * channels + c[None, :]
+
+
+@triton.jit
 def _sums(x, shift, sums, saved, rows, channels, chunk, BM: tl.constexpr, BC: tl.constexpr):
     """Sum x - shift and its square over a part of the rows; the shift is near the mean, so no digits are lost."""
     part, parts = tl.program_id(1), tl.num_programs(1)
@@ -129,9 +136,8 @@ def _sums(x, shift, sums, saved, rows, channels, chunk, BM: tl.constexpr, BC: tl
     square = tl.zeros([BM, BC], dtype=tl.float32)
     end = tl.minimum((part + 1) * chunk, rows)
     for start in range(part * chunk, end, BM):
-        r = start + tl.arange(0, BM)
-        here = (r[:, None] < end) & ok[None, :]
-        value = tl.load(x + r[:, None] * channels + c[None, :], mask=here, other=0.0).to(tl.float32)
+        here, at = _tile(start, end, c, ok, channels, BM)
+        value = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
         value = tl.where(here, value - middle[None, :], 0.0)
         total += value
         square += value * value
@@ -180,9 +186,7 @@ def _apply(
     shift = tl.load(bias + c, mask=ok, other=0.0) - mean * scale
     end = tl.minimum((program + 1) * chunk, rows)
     for start in range(program * chunk, end, BM):
-        r = start + tl.arange(0, BM)
-        here = (r[:, None] < end) & ok[None, :]
-        at = r[:, None] * channels + c[None, :]
+        here, at = _tile(start, end, c, ok, channels, BM)
         value = tl.load(x + at, mask=here, other=0.0).to(tl.float32) * scale[None, :] + shift[None, :]
         if RESIDUAL:
             value += tl.load(residual + at, mask=here, other=0.0).to(tl.float32)
@@ -211,9 +215,7 @@ def _back_sums(x, y, dy, saved, sums, rows, channels, chunk, slope, BM: tl.const
     product = tl.zeros([BM, BC], dtype=tl.float32)
     end = tl.minimum((part + 1) * chunk, rows)
     for start in range(part * chunk, end, BM):
-        r = start + tl.arange(0, BM)
-        here = (r[:, None] < end) & ok[None, :]
-        at = r[:, None] * channels + c[None, :]
+        here, at = _tile(start, end, c, ok, channels, BM)
         back, normal = _came_back(x, y, dy, at, here, mean, inverse, slope)
         total += back
         product += back * normal
@@ -242,9 +244,7 @@ def _back_apply(
     product = product / rows
     end = tl.minimum((program + 1) * chunk, rows)
     for start in range(program * chunk, end, BM):
-        r = start + tl.arange(0, BM)
-        here = (r[:, None] < end) & ok[None, :]
-        at = r[:, None] * channels + c[None, :]
+        here, at = _tile(start, end, c, ok, channels, BM)
         back, normal = _came_back(x, y, dy, at, here, mean, inverse, slope)
         value = scale[None, :] * (back - total[None, :] - normal * product[None, :])
         tl.store(dx + at, value.to(dx.dtype.element_ty), mask=here)
