@@ -56,13 +56,15 @@ class Graph:
             self.step += 1
 
         self.begin(todo)
-        with torch.cuda.stream(self.stream):
-            with self.counters.counting():
-                one_step(watched(fit.loss))
-            for _ in range(WARM_UP):
-                self.step.zero_()
-                one_step(fit.loss)
-        torch.cuda.current_stream(device).wait_stream(self.stream)
+        try:
+            with torch.cuda.stream(self.stream):
+                with self.counters.counting():
+                    one_step(watched(fit.loss))
+                for _ in range(WARM_UP):
+                    self.step.zero_()
+                    one_step(fit.loss)
+        finally:  # whoever gets the buffers next, after a loss that was refused, waits for what still reads them
+            torch.cuda.current_stream(device).wait_stream(self.stream)
         self.graph.register_generator_state(generator)
         # only this thread's work is captured: a checkpoint may be on its way to the disk
         capture = torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local")

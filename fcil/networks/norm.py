@@ -1,6 +1,5 @@
 """Normalisation and what follows it, as one thing: a GPU has kernels for that."""
 
-import os
 from functools import cache
 from importlib.util import find_spec
 
@@ -31,11 +30,8 @@ def _fusible(norm: nn.BatchNorm2d, x: Tensor) -> bool:
 
 @cache
 def kernels_work() -> bool:
-    """Try the kernels against PyTorch's own, once: a machine on which they fail does without them.
-
-    They are asked for with FCIL_FUSED=1: so far they have run in Triton's interpreter only, and on no GPU.
-    """
-    if os.environ.get("FCIL_FUSED") != "1" or find_spec("triton") is None or not torch.cuda.is_available():
+    """Try the kernels against PyTorch's own, once: a machine on which they fail does without them."""
+    if find_spec("triton") is None or not torch.cuda.is_available():
         return False
     try:
         from fcil.networks.fused import agree
