@@ -136,15 +136,17 @@ def objective(
     """Eq. 7 and what lines 20 and 21 add, over the numbers of an image."""
     mean, logvar = encode(w, x, True)
     variance = logvar.exp()
-    total = length(decode(w, mean + variance.sqrt() * noise, True) - x) / 2
+    off = variance.sqrt() * noise
+    decoded = decode(w, mean + off, True)
+    total = length(decoded - x) / 2
     total = total + terms["kl"] * (mean**2 + variance - logvar - 1).sum(1) / 2
     total = total + terms["pull"] * (length(mean - p) + variance.sum(1))
     if w_old is not None:
         with torch.no_grad():
             taught = encode(w_old, x)[0]
-            shown = decode(w_old, taught)
+            shown = decode(w_old, taught + off)
         total = total + terms["distill_codes"] * length(taught - mean)
-        total = total + terms["distill_images"] * length(shown - decode(w, mean, True))
+        total = total + terms["distill_images"] * length(shown - decoded)
     return total.mean() / PIXELS
 
 

@@ -234,19 +234,20 @@ class Client:  # Algorithm 2
         c, net, old, p = self.config, nets["net"], nets.get("old"), centroids[batch.labels]
         images = self.refreshed(old, batch, p) if c.fresh_noise and old is not None else batch.images
         mean, logvar = net.encode(images)
-        z, clustering = mean, self.pull * squared_error(mean, p)
+        z, off, clustering = mean, torch.zeros_like(mean), self.pull * squared_error(mean, p)
         if c.variational:
-            z = mean + (logvar / 2).exp() * normal(mean.shape, batch.generator)
-            clustering = self.pull * expected_squared_error(mean, logvar, p)
+            off = (logvar / 2).exp() * normal(mean.shape, batch.generator)
+            z, clustering = mean + off, self.pull * expected_squared_error(mean, logvar, p)
             clustering = clustering + c.kl * divergence_from_normal(mean, logvar)
-        total = squared_error(net.decode(z), images) / 2 + clustering  # 19
+        decoded = net.decode(z)
+        total = squared_error(decoded, images) / 2 + clustering  # 19
         if old is not None:
             with torch.no_grad():
                 old_mean, _ = old.encode(images)
-                old_images = old.decode(old_mean)
+                old_images = old.decode(old_mean + off)  # off by the same: where nothing was learned nothing differs
             gap = squared_error if c.distill_form == "squared" else norm_error
             distilled = c.distill_codes * gap(mean, old_mean)  # 20
-            distilled = distilled + c.distill_images * gap(net.decode(mean), old_images)  # 21
+            distilled = distilled + c.distill_images * gap(decoded, old_images)  # 21
             total = total + (distilled if c.distill_on == "all" else distilled * (batch.extra["kind"] > 0))
         return total.mean() / (math.prod(self.setting.shape) if c.scale == "pixels" else 1)
 
