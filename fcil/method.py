@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, get_args, get_origin, get
 import torch
 from torch import Tensor, nn
 
-from fcil.networks import AutoEncoder, Classifier, build, build_autoencoder
+from fcil.networks import AutoEncoder, Classifier, Encoder, build, build_autoencoder, build_encoder
 from fcil.records import ByClass, Weights, record
 from fcil.scenario import benchmarks
 from fcil.scenario.memory import Budget
@@ -184,6 +184,10 @@ class Setting:
     def classifier(self) -> Classifier:
         """Build the benchmark's network with a head for `capacity` classes."""
         return build(self.network, self.shape, self.capacity)
+
+    def encoder(self, latent: int) -> Encoder:
+        """Build an encoder with the body of the benchmark's network: images to `latent` numbers."""
+        return build_encoder(self.network, self.shape, latent)
 
     def autoencoder(self, latent: int, variational: bool) -> AutoEncoder:
         """Build an autoencoder whose encoder has the body of the benchmark's network."""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from fcil.records import ByClass
+from fcil.scenario.tasks import Task
+from fcil.seeds import seed_of
 
 REST = 2 ** (1 / 6)  # the distance, in sigma, at which two points neither attract nor repel each other
 LONGEST_STEP = 0.05  # in sigma: at small distances gradients have no bound
@@ -21,6 +23,29 @@ def nearest(codes: Tensor, centroids: Tensor, seen: Tensor) -> Tensor:
     """Score each class by the negative distance of its centroid; classes not seen are ruled out."""
     distances: Tensor = torch.linalg.vector_norm(codes[:, None] - centroids, dim=2)
     return -distances.masked_fill(~seen, math.inf)
+
+
+def scores(codes: Tensor, centroids: Tensor, temperature: float) -> Tensor:
+    """Return -|z - p|^2 / temperature of each code and centroid but for what all classes share: logits of a softmax."""
+    with torch.autocast(codes.device.type, enabled=False):
+        return (2 * codes @ centroids.T - centroids.square().sum(1)) / temperature
+
+
+def placed(
+    centroids: Tensor, task: Task, sums: ByClass, counts: ByClass, alignment: str, sigma: float, steps: int
+) -> Tensor:
+    """Place the centroids of a task's new classes beside the old ones, which stay; Eq. 9, mended.
+
+    They start from the means that clients proposed, as sums and counts; a class that nobody has from the others' mean.
+    """
+    p = centroids.clone()
+    proposed = {j: (sums[j] / counts[j]).to(p) for j in task.new if j in sums}
+    nobody_has_it = torch.stack(list(proposed.values())).mean(0) if proposed else torch.zeros_like(p[0])
+    start = torch.stack([proposed.get(j, nobody_has_it) for j in task.new])
+    still, draws = p[list(task.old)], torch.Generator().manual_seed(seed_of("jitter", task.index))
+    start = jittered(within_reach(start, still, sigma), sigma, draws)
+    p[list(task.new)] = ALIGNMENTS[alignment](start, still, sigma, steps=steps)
+    return p
 
 
 def counted(codes: ByClass, centroids: Tensor, seen: Tensor) -> Tensor:
@@ -144,3 +169,6 @@ def _capped(step: Tensor, sigma: float) -> Tensor:
     scale = step.abs().amax(1, keepdim=True).clamp_min(1e-300)
     length = (step / scale).norm(dim=1, keepdim=True)
     return step / scale * torch.minimum(scale, LONGEST_STEP * sigma / length.clamp_min(1.0))
+
+
+ALIGNMENTS = {"lennard-jones": lennard_jones, "printed": printed_alignment, "rfa": repulsion}

@@ -26,7 +26,7 @@ class Entry(NamedTuple):
     captured: bool = True  # whether a GPU replays its trainings as graphs; if not, they run in a loop
 
 
-HR_LITERAL = "fcil.methods.hr_literal"
+HR, HR_LITERAL = "fcil.methods.hr", "fcil.methods.hr_literal"
 
 METHODS = {
     "finetune": Entry("fcil.methods.finetune", "bound", "learns each task's data, forgets the rest: lower bound"),
@@ -34,6 +34,15 @@ METHODS = {
     "fedprox": Entry("fcil.methods.fedprox", "reference", "finetune with a pull towards the global model"),
     "lwf": Entry("fcil.methods.lwf", "reference", "the last task's model teaches the new one; no memory"),
     "ewc": Entry("fcil.methods.ewc", "reference", "holds the weights that mattered before; no memory"),
+    "hr": Entry(HR, "hybrid", "Hybrid Replay made to work: a fixed codec, one image domain"),
+    "hr-mini": Entry(HR, "ablation", "with a tenth of the memory", {"memory_share": 0.1}),
+    "hr-no-latents": Entry(HR, "ablation", "without exemplars: all old classes are made up", {"exemplars": "none"}),
+    "hr-perfect": Entry(
+        HR, "bound", "keeps images where it would keep codes: ten times the memory", {"exemplars": "images"}
+    ),
+    "hr-no-kd": Entry(HR, "ablation", "without distillation", {"distill": 0.0}),
+    "hr-no-global": Entry(HR, "ablation", "makes up no images of classes that others hold", {"global_replay": False}),
+    "hr-rfa": Entry(HR, "ablation", "with repulsion in place of the Lennard-Jones potential", {"alignment": "rfa"}),
     "hr-literal": Entry(HR_LITERAL, "hybrid", "Hybrid Replay as in its paper, errors corrected"),
     "hr-literal-mini": Entry(HR_LITERAL, "ablation", "with a tenth of the memory", {"memory_share": 0.1}),
     "hr-literal-no-latents": Entry(

@@ -25,13 +25,6 @@ from fcil.knobs import knob
 from fcil.method import Batch, Clients, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
 from fcil.records import ByClass, Update, Weights, record
 from fcil.scenario.tasks import LocalData, Task, mask
-from fcil.seeds import seed_of
-
-ALIGNMENTS = {
-    "lennard-jones": placing.lennard_jones,
-    "printed": placing.printed_alignment,
-    "rfa": placing.repulsion,
-}
 
 
 @dataclass(frozen=True)
@@ -56,7 +49,7 @@ class Config:
     scale: str = knob(
         "pixels", "pixels: the loss is divided by an image's numbers; printed: it is not", choices=("pixels", "printed")
     )
-    alignment: str = knob("lennard-jones", "how the server places new centroids", choices=tuple(ALIGNMENTS))
+    alignment: str = knob("lennard-jones", "how the server places new centroids", choices=tuple(placing.ALIGNMENTS))
     spacing: float = knob(5.0, "sigma of Eq. 8: centroids rest 2^(1/6) sigma apart", above=0)
     align_steps: int = knob(3000, "most steps of an alignment", least=1)
     proposers: str = knob("everyone", "clients that propose centroids", choices=("everyone", "selected"))
@@ -159,13 +152,8 @@ class Server:  # Algorithm 1
 
     def align(self, task: Task, sums: ByClass, counts: ByClass) -> None:
         """Place the centroids of new classes beside the old ones, which stay; Eq. 9, mended."""
-        p, sigma = self.state.centroids.clone(), self.config.spacing
-        proposed = {j: (sums[j] / counts[j]).to(p) for j in task.new if j in sums}
-        nobody_has_it = torch.stack(list(proposed.values())).mean(0) if proposed else torch.zeros_like(p[0])
-        start = torch.stack([proposed.get(j, nobody_has_it) for j in task.new])
-        still, draws = p[list(task.old)], torch.Generator().manual_seed(seed_of("jitter", task.index))
-        start = placing.jittered(placing.within_reach(start, still, sigma), sigma, draws)
-        p[list(task.new)] = ALIGNMENTS[self.config.alignment](start, still, sigma, steps=self.config.align_steps)
+        c = self.config
+        p = placing.placed(self.state.centroids, task, sums, counts, c.alignment, c.spacing, c.align_steps)
         self.state.centroids, self.state.seen = p, mask(task.seen, len(p))
         self.state.of_clients = self.state.of_clients.clone()
         self.state.of_clients[:, list(task.new)] = p[list(task.new)]

@@ -1,0 +1,350 @@
+"""Hybrid Replay made to work on natural images: the default method.
+
+The algorithm of Khademi Nori, Kim and Wang (ICLR 2025), with the numbers of its lines at the line ends: `Server` is
+Algorithm 1 and `Client` is Algorithm 2. Three things differ from `hr-literal`, which collapses (RESULTS.md; PAPER.md
+says why each was chosen):
+
+- Codes come from a codec that is fitted once, in the first task, and never changes, so that nothing drifts and nothing
+  is encoded twice. The encoder is free to classify.
+- New images pass the codec, too. Else the network learns that what was decoded is old and what is sharp is new.
+- The pull to the centroids is a softmax over distances, adjusted to the classes that a client has.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from fcil.blocks import centroids as placing
+from fcil.blocks.codec import KINDS, LearnedCodec, TransformCodec, build
+from fcil.blocks.exemplars import labels_of, shares, shuffled
+from fcil.blocks.losses import distillation, masked, squared_error
+from fcil.blocks.training import by_class, in_parts, loaded, normal, weights_of
+from fcil.errors import UserError
+from fcil.knobs import knob
+from fcil.method import Batch, Clients, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
+from fcil.records import ByClass, Done, Update, Weights, record
+from fcil.scenario.tasks import LocalData, Task, mask
+
+
+@dataclass(frozen=True)
+class Config:
+    """The knobs."""
+
+    lr: float = knob(0.03, "learning rate of the clients' SGD", above=0)
+    latent: int = knob(
+        0, "numbers in which the encoder classifies; 0 is twice the classes: room for a simplex", least=0
+    )
+    spacing: float = knob(1.0, "sigma of Eq. 8: centroids rest 2^(1/6) sigma apart", above=0)
+    temperature: float = knob(0.1, "of the softmax over negative squared distances", above=0)
+    alignment: str = knob("lennard-jones", "how the server places new centroids", choices=tuple(placing.ALIGNMENTS))
+    align_steps: int = knob(3000, "most steps of an alignment", least=1)
+    codec: str = knob("klt", "what makes codes of images", choices=KINDS)
+    code_bytes: int = knob(0, "bytes of a code; 0 is a tenth of an image's, and at least 12", least=0)
+    codec_rounds: int = knob(60, "rounds in which codec=autoencoder is trained before the first task", least=1)
+    one_domain: bool = knob(True, "new images pass the codec, too, before they are trained on")
+    exemplars: str = knob(
+        "codes", "what is kept: codes; raw images that fit; images, one for each code (hr-perfect); nothing",
+        choices=("codes", "raw", "images", "none"),
+    )  # fmt: skip
+    memory_share: float = knob(1.0, "share of the benchmark's memory that is used", least=0, most=1)
+    distill: float = knob(1.0, "weight of lines 20 and 21: the old encoder teaches how near old centroids are", least=0)
+    distill_temperature: float = knob(2.0, "temperature of what it teaches", above=0)
+    balance: float = knob(1.0, "how far logits are adjusted to how often a client has a class, 0 to 1", least=0, most=1)
+    global_replay: bool = knob(True, "line 9: make up images of classes that the client has no code of")
+    made_up: int = knob(
+        0, "images made up of such a class; 0: as many as there are codes of others, on average", least=0
+    )
+    made_weight: float = knob(1.0, "weight of made-up images in the loss", least=0)
+
+
+@record
+class Model:
+    """The server's state, and what it broadcasts."""
+
+    weights: Weights  # theta_h, the encoder
+    old_weights: Weights  # theta_{h-1}; empty where it teaches nothing
+    centroids: Tensor  # p, a row for each class
+    seen: Tensor  # classes that have a centroid, as a mask
+    codec: Weights  # what was fitted in the first task
+    means: ByClass  # of each class: the mean of what codes keep of its images, and the deviation
+    deviations: ByClass
+    error: Tensor  # of the last task's images: the codec's squared error, summed, and over how many numbers
+
+
+@record
+class Statistics:
+    """What the codec has to know of one client's images; sums add up over clients."""
+
+    sums: Weights
+
+
+@record
+class Fitted:
+    """The codec, for clients that have to know nothing else."""
+
+    codec: Weights
+
+
+@record
+class Proposal:
+    """Unaligned centroids of one client's new classes, and the moments of their codes, as sums."""
+
+    sums: ByClass
+    firsts: ByClass
+    seconds: ByClass
+    counts: ByClass
+    count: int
+
+
+@record
+class Remembered:
+    """What the codec lost of one client's new images."""
+
+    error: Tensor
+
+
+@record
+class Given:
+    """What the loss needs beside a batch."""
+
+    centroids: Tensor
+    old: Tensor  # classes that the old encoder knows, as a mask
+    adjusted: Tensor  # what is added to the logit of each class
+
+
+@record
+class Memory:
+    """M^c: what one client keeps, by class."""
+
+    codes: ByClass = field(default_factory=dict)  # bytes of the codec; or images
+
+
+class Server:  # Algorithm 1
+    """Has the codec fitted, places the centroids of new classes, and averages what the clients train."""
+
+    def __init__(self, config: Config, setting: Setting):  # 1
+        self.config, self.codec = config, codec_of(config, setting)
+        latent, capacity = latent_size(config, setting), setting.capacity
+        self.state = Model(
+            weights_of(setting.encoder(latent)), {}, torch.zeros(capacity, latent), mask((), capacity),  # 3
+            weights_of(self.codec.net) if isinstance(self.codec, LearnedCodec) else {}, {}, {}, torch.zeros(2),
+        )  # fmt: skip
+
+    def broadcast(self) -> Model:
+        return self.state  # 2
+
+    def learn_task(self, task: Task, clients: Clients) -> Iterator[None]:  # 4
+        if task.index == 0:
+            yield from self.fit_codec(clients)
+        if clients.once("align"):  # 5
+            self.state.old_weights = self.state.weights if task.old and self.config.distill else {}
+            proposals = clients.ask(clients.everyone(), Client.propose, self.broadcast())  # 6
+            self.align(task, *(proposals.sum(name) or {} for name in ("sums", "firsts", "seconds", "counts")))  # 7, 8
+        for _ in clients.rounds():  # 9, 10
+            updates = clients.ask(clients.sample(), Client.train, self.broadcast())  # 11-13
+            self.state.weights = updates.mean("weights")  # 14
+            yield  # 15, 16
+        replies = clients.ask(clients.everyone(), Client.remember, Fitted(self.state.codec))
+        error = replies.sum("error")
+        self.state.error = torch.zeros(2) if error is None else error  # 17
+
+    def fit_codec(self, clients: Clients) -> Iterator[None]:
+        """Sum up what the codec has to know; a learned one is trained by federated averaging."""
+        if isinstance(self.codec, TransformCodec):
+            if clients.once("codec"):
+                replies = clients.ask(clients.everyone(), Client.measure, Done())
+                self.state.codec = self.codec.fitted(replies.sum("sums"))
+            return
+        for _ in clients.rounds(self.config.codec_rounds, "codec"):
+            updates = clients.ask(clients.sample(), Client.train_codec, Fitted(self.state.codec))
+            self.state.codec = updates.mean("weights")
+            yield
+
+    def align(self, task: Task, sums: ByClass, firsts: ByClass, seconds: ByClass, counts: ByClass) -> None:
+        """Place the centroids of new classes beside the old ones, and keep the moments of their codes."""
+        c, s = self.config, self.state
+        s.centroids = placing.placed(s.centroids, task, sums, counts, c.alignment, c.spacing, c.align_steps)
+        s.seen = mask(task.seen, len(s.centroids))
+        new = [j for j in task.new if j in counts]
+        means = {j: firsts[j] / counts[j] for j in new}
+        s.means = s.means | means
+        s.deviations = s.deviations | {j: (seconds[j] / counts[j] - means[j] ** 2).clamp_min(0).sqrt() for j in new}
+
+    def measured(self) -> dict[str, float | None]:
+        """Say how near to the last task's images their decoded codes are: the peak signal-to-noise ratio in dB."""
+        error, numbers = self.state.error.tolist()
+        return {"psnr": 10 * math.log10(255**2 * numbers / error) if error else None}
+
+
+class Client:  # Algorithm 2
+    """Replays what it has codes of and what it has not, trains, and keeps codes of what is new."""
+
+    def __init__(self, config: Config, setting: Setting):
+        self.config, self.setting, self.codec = config, setting, codec_of(config, setting)
+        self.net, self.old = (setting.encoder(latent_size(config, setting)) for _ in range(2))  # 1
+        self.at_once = max(1, 2**17 // math.prod(setting.shape[1:]))  # images through a network at a time
+
+    def networks(self) -> dict[str, nn.Module]:
+        learned = {"codec": self.codec.net} if isinstance(self.codec, LearnedCodec) else {}
+        return {"net": self.net, "old": self.old, **learned}
+
+    @remote
+    def measure(self, memory: Memory, data: LocalData, message: Done) -> Statistics:
+        assert isinstance(self.codec, TransformCodec)
+        return Statistics(self.codec.statistics(data.images))
+
+    @remote
+    def train_codec(self, memory: Memory, data: LocalData, message: Fitted) -> Training[Update]:
+        pool = Pool(data.images, data.labels)
+        trained = yield Fit(codec_loss, {"codec": message.codec}, ("codec",), pool, lr=0.1, weight_decay=0.0)
+        return Update(trained.weights, trained.count)
+
+    @remote
+    @torch.no_grad()
+    def propose(self, memory: Memory, data: LocalData, message: Model) -> Proposal:
+        loaded(self.net, message.weights)
+        new = {j: data.of(j) for j in data.classes() if j in data.task.new}
+        z, numbers = by_class(self.encoded, new), by_class(lambda x: self.codec.numbers(message.codec, x), new)  # 13
+        return Proposal(
+            {j: own.sum(0) for j, own in z.items()},
+            {j: own.sum(0) for j, own in numbers.items()},
+            {j: own.square().sum(0) for j, own in numbers.items()},
+            {j: torch.tensor(len(own)) for j, own in new.items()}, len(data.labels),
+        )  # fmt: skip  # 14
+
+    @remote
+    def train(self, memory: Memory, data: LocalData, message: Model) -> Training[Update]:  # 3
+        load = {"net": message.weights} | ({"old": message.old_weights} if message.old_weights else {})  # 12
+        pool, adjusted = data.cached(
+            "interleaved", lambda generator: self.interleaved(memory, data, message, generator)
+        )
+        old = mask(data.task.old, len(message.seen))
+        fit = Fit(self.loss, load, ("net",), pool, self.config.lr, Given(message.centroids, old, adjusted))
+        trained = yield fit  # 15-17, 22-25
+        return Update(trained.weights, trained.count)
+
+    @torch.no_grad()
+    def interleaved(
+        self, memory: Memory, data: LocalData, message: Model, generator: torch.Generator
+    ) -> tuple[Pool, Tensor]:
+        """Put what is replayed beside the images of the task, and say how to adjust logits to it."""
+        at_hand = data.classes()  # of old ones, too, in a client that stayed behind
+        kept = {j: images for j, images in self.recalled(memory, message.codec).items() if j not in at_hand}  # 5-7
+        absent = [j for j in data.task.old if j in message.means and j not in kept and j not in at_hand]  # 8
+        made = self.made_up(
+            absent if self.config.global_replay else [], self.usual_number(memory, data), message, generator
+        )
+        images = torch.cat([self.passed(data.images, message.codec), *kept.values(), *made.values()])  # 4, 10, 11
+        labels = torch.cat([data.labels, labels_of(kept | made).to(data.labels)])
+        is_made = torch.arange(len(images), device=labels.device) >= len(images) - sum(map(len, made.values()))
+        counts = torch.bincount(labels, minlength=len(message.seen)).to(torch.get_default_dtype())
+        return Pool(images, labels, extra={"made": is_made}), self.adjustment(counts, message.seen)
+
+    def adjustment(self, counts: Tensor, seen: Tensor) -> Tensor:
+        """Return what to add to logits: the log of how often a class comes; one that never comes is left out."""
+        logs = torch.where(counts > 0, self.config.balance * counts.clamp_min(1).log(), 0.0)
+        return logs.masked_fill(counts == 0 if self.config.balance else ~seen, -math.inf)
+
+    def loss(self, nets: Nets, batch: Batch, given: Given) -> Tensor:  # 18
+        """Cross-entropy of the softmax over distances, and what the old encoder teaches."""
+        c, old = self.config, nets.get("old")
+        logits = placing.scores(nets["net"](batch.images)[0], given.centroids, c.temperature)
+        each = nn.functional.cross_entropy(logits + given.adjusted, batch.labels, reduction="none")  # 19
+        weight = torch.where(batch.extra["made"], c.made_weight, 1.0)
+        total = (weight * each).mean()
+        if old is not None:
+            with torch.no_grad():
+                taught = placing.scores(old(batch.images)[0], given.centroids, c.temperature)
+            total = total + c.distill * distillation(logits, taught, given.old, c.distill_temperature)  # 20, 21
+        return total
+
+    @remote
+    @torch.no_grad()
+    def remember(self, memory: Memory, data: LocalData, message: Fitted) -> Remembered:
+        keep, new = self.quotas(memory, data), shuffled(data)
+        chosen = {j: new[j][:number] for j, number in keep.items() if j in new}  # 28
+        if self.config.exemplars == "codes":
+            chosen = by_class(lambda images: self.codec.encode(message.codec, images), chosen)
+        memory.codes = {j: (memory.codes | chosen)[j][:number] for j, number in keep.items()}  # 26: not encoded again
+        error = squared_error(self.passed(data.images, message.codec).float(), data.images.float()).sum()
+        return Remembered(torch.stack([error, error.new_tensor(data.images.numel())]))  # 2, 27, 29
+
+    def quotas(self, memory: Memory, data: LocalData) -> dict[int, int]:
+        """Say how many exemplars of each class to keep from now on; `images` count as the codes they stand for."""
+        held = {j: len(codes) for j, codes in memory.codes.items()} | {j: len(data.of(j)) for j in data.classes()}
+        held = {j: held[j] for j in sorted(held) if self.config.exemplars != "none"}
+        room = int(self.config.memory_share * self.setting.budget.at(data.task))
+        size = math.prod(self.setting.shape) if self.config.exemplars == "raw" else self.codec.size
+        return {j: number for j, number in shares(held, room, size, 0, data.generator).items() if number}
+
+    def usual_number(self, memory: Memory, data: LocalData) -> int:
+        """Say how many images to make up of a class: as many as the client has codes of one, or images if no code."""
+        held = {j: len(codes) for j, codes in memory.codes.items()} or {j: len(data.of(j)) for j in data.classes()}
+        return self.config.made_up or (max(1, round(sum(held.values()) / len(held))) if held else 0)
+
+    def made_up(self, classes: list[int], number: int, message: Model, generator: torch.Generator) -> ByClass:
+        """Draw images of classes from the moments of their codes: line 9."""
+        drawn = {
+            j: message.means[j] + message.deviations[j] * normal((number, len(message.means[j])), generator)
+            for j in classes
+        }
+        return by_class(lambda numbers: self.codec.pictures(message.codec, numbers), drawn)
+
+    def passed(self, images: Tensor, codec: Weights) -> Tensor:
+        """Return images as they are after the codec, so that new ones look like old ones."""
+        if not self.config.one_domain or self.config.exemplars in ("raw", "images"):
+            return images
+        return self.codec.decode(codec, self.codec.encode(codec, images))
+
+    def recalled(self, memory: Memory, codec: Weights) -> ByClass:
+        """Return the exemplars that are kept as images."""
+        kept = {j: memory.codes[j] for j in sorted(memory.codes)}
+        if self.config.exemplars in ("raw", "images"):
+            return kept
+        return by_class(lambda codes: self.codec.decode(codec, codes), kept)
+
+    def encoded(self, images: Tensor) -> Tensor:
+        """Return f(images), with the weights last loaded."""
+        return in_parts(lambda part: self.net(part)[0], images, self.at_once)
+
+    def predict(self, message: Model, images: Tensor) -> Tensor:
+        codes, _ = loaded(self.net, message.weights)(images)
+        return masked(placing.scores(codes, message.centroids, self.config.temperature), message.seen)
+
+    @torch.no_grad()
+    def look(self, memory: Memory, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:
+        new, some = shuffled(data), Memory({j: memory.codes[j] for j in classes if j in memory.codes})
+        made = self.made_up([j for j in classes if j in message.means], 1, message, data.generator)
+        return Pictures(
+            real={j: new[j][0] for j in classes if j in new},
+            kept={j: images[0] for j, images in self.recalled(some, message.codec).items()},
+            made={j: images[0] for j, images in made.items()},
+        )
+
+
+def codec_of(config: Config, setting: Setting) -> TransformCodec | LearnedCodec:
+    """Return the codec that the knobs ask for."""
+    size = config.code_bytes or min(math.prod(setting.shape), max(12, round(math.prod(setting.shape) / 10)))
+    room = int(config.memory_share * setting.budget.per_client)
+    if config.exemplars == "codes" and 0 < room < size:
+        raise UserError(
+            f"a client may keep {room} bytes and a code takes {size}; "
+            f"allow more memory, or set code_bytes to {room} at most"
+        )
+    return build(config.codec, setting.shape, size)
+
+
+def latent_size(config: Config, setting: Setting) -> int:
+    """Return in how many numbers the encoder classifies."""
+    return config.latent or 2 * setting.capacity
+
+
+def codec_loss(nets: Nets, batch: Batch, given: None) -> Tensor:
+    """Squared error of the pictures that a learned codec gives back, over the numbers of an image."""
+    return squared_error(nets["codec"](batch.images), batch.images).mean() / math.prod(batch.images.shape[1:])
+
+
+METHOD = Method(Config, Server, Client, Memory)
