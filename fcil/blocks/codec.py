@@ -164,7 +164,8 @@ class TransformCodec:
         numbers, start = fitted["deviation"].new_zeros(len(codes), len(fitted["bits"])), 0
         for bits, own in _by_bits(fitted["bits"]):
             end = start + bits * len(own)
-            level = (row[:, start:end].view(len(codes), len(own), bits) << torch.arange(bits, device=codes.device)).sum(2)
+            each = row[:, start:end].view(len(codes), len(own), bits)
+            level = (each << torch.arange(bits, device=codes.device)).sum(2)
             numbers[:, own] = levels(bits).to(numbers)[level]
             start = end
         return numbers
@@ -179,8 +180,8 @@ class TransformCodec:
         down, across, colours = (m.to(coefficients) for m in _axes(self.shape))
         x = torch.empty_like(coefficients)
         x[:, self.order.to(x.device)] = coefficients
-        x = (colours.T @ x.view(len(x), self.shape[0], -1)).view(-1, *self.shape)
-        return down.T @ x @ across
+        x = colours.T @ x.unflatten(1, (self.shape[0], -1))
+        return down.T @ x.unflatten(2, self.shape[1:]) @ across
 
     def _turned(self) -> Tensor:
         """Return which coefficients mirroring turns the sign of: their mean over mirrored pairs is 0."""
