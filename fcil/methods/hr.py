@@ -328,7 +328,7 @@ class Client:  # Algorithm 2
 def codec_of(config: Config, setting: Setting) -> TransformCodec | LearnedCodec:
     """Return the codec that the knobs ask for."""
     size = config.code_bytes or min(math.prod(setting.shape), max(12, round(math.prod(setting.shape) / 10)))
-    room = int(config.memory_share * setting.budget.per_client)
+    room = setting.budget.per_client
     if config.exemplars == "codes" and 0 < room < size:
         raise UserError(
             f"a client may keep {room} bytes and a code takes {size}; "
