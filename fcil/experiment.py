@@ -157,7 +157,7 @@ def assemble(
 def setting_of(wanted: Plan, capacity: int, shape: tuple[int, int, int]) -> Setting:
     """Return what both halves of a plan's method are told."""
     b = wanted.benchmark
-    return Setting(capacity, shape, wanted.protocol, budget(b, math.prod(shape)), b.network, b.augment)
+    return Setting(capacity, shape, wanted.protocol, budget(b, math.prod(shape)), b.network, b.augment, b.norm)
 
 
 def the_device(wanted: str) -> str:

@@ -180,18 +180,19 @@ class Setting:
     budget: Budget  # bytes a client may keep
     network: str = "resnet18"
     augment: str = "none"
+    norm: str = "batch"  # how the networks normalise
 
     def classifier(self) -> Classifier:
         """Build the benchmark's network with a head for `capacity` classes."""
-        return build(self.network, self.shape, self.capacity)
+        return build(self.network, self.shape, self.capacity, self.norm)
 
     def encoder(self, latent: int) -> Encoder:
         """Build an encoder with the body of the benchmark's network: images to `latent` numbers."""
-        return build_encoder(self.network, self.shape, latent)
+        return build_encoder(self.network, self.shape, latent, self.norm)
 
     def autoencoder(self, latent: int, variational: bool) -> AutoEncoder:
         """Build an autoencoder whose encoder has the body of the benchmark's network."""
-        return build_autoencoder(self.network, self.shape, latent, variational)
+        return build_autoencoder(self.network, self.shape, latent, variational, self.norm)
 
 
 class Server(Protocol):

@@ -17,10 +17,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fcil.blocks.training import as_bytes, in_parts, loaded
-from fcil.errors import UserError
+from fcil.errors import UserError, unknown
 from fcil.networks.compressor import BITS, Compressor
 from fcil.records import Weights
 
@@ -28,7 +27,7 @@ KINDS = ("klt", "dct", "autoencoder")
 LOW = 32  # frequencies in each direction that are rotated
 SHRINK = 0.3  # of covariances towards 0: some thousand images do not tell a million of them from chance
 MOST_BITS = 8
-TIE = 1e-6  # what lies halfway between two whole numbers goes up, on every machine
+TIE = 1e-6  # what lies halfway between two whole numbers goes away from 0, on every machine and in mirror images
 AT_ONCE = 2**19  # pixel values that are coded at a time
 Shape = tuple[int, int, int]  # channels, height, width
 
@@ -54,6 +53,8 @@ class Codec(Protocol):
 
 def build(kind: str, shape: Shape, size: int = 0) -> "TransformCodec | LearnedCodec":
     """Return a codec for images of `shape` by its name; `size` 0 is a tenth of an image's bytes."""
+    if kind not in KINDS:
+        raise unknown("codec", kind, KINDS)
     size = size or tenth(shape)
     if not 1 <= size <= math.prod(shape):
         raise UserError(
@@ -79,9 +80,12 @@ class TransformCodec:
 
     def statistics(self, images: Tensor) -> Weights:
         """Return what the codec has to know of these images, as sums."""
-        x = torch.floor(self._coefficients(images, torch.float64) + 0.5 + TIE)
-        sums = {"count": x.new_tensor(len(x)), "sum": x.sum(0), "square": x.square().sum(0)}
-        return sums | {name: _triangle(x[:, rows].T @ x[:, rows]) for name, rows in self.halves.items()}
+        first, *others = torch.split(images, 4 * self.at_once)
+        sums = self._sums(first)
+        for part in others:
+            for name, more in self._sums(part).items():
+                sums[name] += more
+        return sums
 
     def fitted(self, sums: Weights | None) -> Weights:
         """Return the codec that these sums make; if there are none, that of images in general."""
@@ -113,7 +117,7 @@ class TransformCodec:
         channels, height, width = self.shape
         down, across = torch.arange(height).double() ** 2, torch.arange(width).double() ** 2
         fall = 1 / (1 + down[:, None] + across)
-        spread = torch.cat([share * fall.flatten() for share in (1.0, 0.1, 0.05)[:channels]])
+        spread = torch.cat([share * fall.flatten() for share in (1.0, 0.1, *[0.05] * channels)[:channels]])
         spread = (60**2 * math.prod(self.shape) * spread / spread.sum()).round()
         mean = torch.zeros_like(spread)
         mean[0] = round(128 * math.sqrt(math.prod(self.shape)))
@@ -139,6 +143,12 @@ class TransformCodec:
     def pictures(self, fitted: Weights, numbers: Tensor) -> Tensor:
         return self.decode(fitted, in_parts(lambda part: self._packed(fitted, part), numbers, self.at_once))
 
+    def _sums(self, images: Tensor) -> Weights:
+        x = self._coefficients(images, torch.float64)
+        x = x.sign() * torch.floor(x.abs() + 0.5 + TIE)
+        sums = {"count": x.new_tensor(len(x)), "sum": x.sum(0), "square": x.square().sum(0)}
+        return sums | {name: _triangle(x[:, rows].T @ x[:, rows]) for name, rows in self.halves.items()}
+
     def _pictures(self, fitted: Weights, numbers: Tensor) -> Tensor:
         numbers = numbers * fitted["deviation"]
         x, start = fitted["mean"].repeat(len(numbers), 1), 0
@@ -155,9 +165,8 @@ class TransformCodec:
             book = levels(bits).to(numbers)
             level = torch.bucketize(numbers[:, own].contiguous(), (book[1:] + book[:-1]) / 2)
             found.append(((level[..., None] >> torch.arange(bits, device=level.device)) & 1).flatten(1))
-        row = torch.cat(found, 1)
-        eights = F.pad(row, (0, 8 * self.size - row.shape[1])).view(-1, self.size, 8)
-        return (eights << torch.arange(8, device=row.device)).sum(2).to(torch.uint8)
+        eights = torch.cat(found, 1).view(-1, self.size, 8)  # as many bits as were allotted
+        return (eights << torch.arange(8, device=eights.device)).sum(2).to(torch.uint8)
 
     def _unpacked(self, fitted: Weights, codes: Tensor) -> Tensor:
         row = ((codes[..., None] >> torch.arange(8, device=codes.device)) & 1).flatten(1).long()
@@ -226,12 +235,8 @@ def _by_bits(bits: Tensor) -> list[tuple[int, Tensor]]:
 
 @cache
 def _axes(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the cosine transforms of columns and rows, and axes of brightness and two colours, all orthonormal."""
-    colours = torch.eye(shape[0], dtype=torch.float64)
-    if shape[0] == 3:
-        colours = torch.tensor([[1, 1, 1], [1, 0, -1], [1, -2, 1]], dtype=torch.float64)
-        colours = colours / colours.norm(dim=1, keepdim=True)
-    return _cosines(shape[1]), _cosines(shape[2]), colours
+    """Return the cosine transforms of columns, rows and channels: brightness, red to blue, green to purple."""
+    return _cosines(shape[1]), _cosines(shape[2]), _cosines(shape[0])
 
 
 def _cosines(side: int) -> Tensor:
@@ -280,14 +285,16 @@ class LearnedCodec:
     def encode(self, fitted: Weights, images: Tensor) -> Tensor:
         return in_parts(self._packed, self.numbers(fitted, images), 4096)
 
+    @torch.no_grad()
     def decode(self, fitted: Weights, codes: Tensor) -> Tensor:
-        net = loaded(self.net, fitted)
-        return in_parts(lambda part: as_bytes(net.decode(self._unpacked(part))), codes, 512)  # type: ignore[operator]
+        loaded(self.net, fitted)
+        return in_parts(lambda part: as_bytes(self.net.decode(self._unpacked(part))), codes, 512)
 
+    @torch.no_grad()
     def numbers(self, fitted: Weights, images: Tensor) -> Tensor:
         _check(images, self.shape)
-        net = loaded(self.net, fitted)
-        return in_parts(lambda part: net.encode(part.to(torch.get_default_dtype()) / 255), images, 512)  # type: ignore[operator]
+        loaded(self.net, fitted)
+        return in_parts(lambda part: self.net.encode(part.to(torch.get_default_dtype()) / 255), images, 512)
 
     def pictures(self, fitted: Weights, numbers: Tensor) -> Tensor:
         return self.decode(fitted, self._packed(numbers))

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -48,9 +49,10 @@ def work(fit: Fit, protocol: Protocol, call: Call) -> Work:
     size = fit.pool.batch_size or protocol.batch_size
     steps = fit.steps or protocol.steps or math.ceil(protocol.epochs * len(fit.pool) / size)
     pools = {"": fit.pool, **{name: pool for name, pool in fit.beside.items() if len(pool)}}
+    shares = [(call.round + step / steps) / call.rounds for step in range(steps + 1)]
     return Work(
         fit, pools, {name: pool.batch_size or size for name, pool in pools.items()}, steps,
-        rates=[fit.lr * rate(protocol, (call.round + step / steps) / call.rounds) for step in range(steps)],
+        rates=[fit.lr * rate(protocol, begins, ends) for begins, ends in pairwise(shares)],
         momentum=protocol.momentum if fit.momentum is None else fit.momentum,
         weight_decay=protocol.weight_decay if fit.weight_decay is None else fit.weight_decay,
         clip=protocol.clip,
@@ -63,8 +65,15 @@ def order(count: int, length: int, generator: torch.Generator) -> Tensor:
     return torch.rand(passes, count, generator=generator, device=generator.device).argsort(1).flatten()[:length]
 
 
-def rate(protocol: Protocol, progress: float) -> float:
-    """Return the factor of the learning rate when the share `progress` of a task's rounds is done."""
+def rate(protocol: Protocol, begins: float, ends: float) -> float:
+    """Return the factor of the learning rate of a step that begins and ends at these shares of a task's rounds.
+
+    While the rate rises, a step has what is reached at its end: with that of its beginning the first one would change
+    nothing, and where a round is one step, neither would the round.
+    """
+    if begins < protocol.warmup:
+        return min(1.0, ends / protocol.warmup)
+    progress = (begins - protocol.warmup) / (1 - protocol.warmup)
     if protocol.schedule == "cosine":
         return 0.5 * (1 + math.cos(math.pi * progress))
     return float(0.1**progress) if protocol.schedule == "exponential" else 1.0

@@ -50,6 +50,8 @@ class Config:
         choices=("codes", "raw", "images", "none"),
     )  # fmt: skip
     memory_share: float = knob(1.0, "share of the benchmark's memory that is used", least=0, most=1)
+    pull: float = knob(0.0, "weight of the squared distance to the own centroid", least=0)
+    softmax: float = knob(1.0, "weight of the cross-entropy", least=0)
     distill: float = knob(1.0, "weight of lines 20 and 21: the old encoder teaches how near old centroids are", least=0)
     distill_temperature: float = knob(2.0, "temperature of what it teaches", above=0)
     balance: float = knob(1.0, "how far logits are adjusted to how often a client has a class, 0 to 1", least=0, most=1)
@@ -251,8 +253,10 @@ class Client:  # Algorithm 2
     def loss(self, nets: Nets, batch: Batch, given: Given) -> Tensor:  # 18
         """Cross-entropy of the softmax over distances, and what the old encoder teaches."""
         c, old = self.config, nets.get("old")
-        logits = placing.scores(nets["net"](batch.images)[0], given.centroids, c.temperature)
+        z = nets["net"](batch.images)[0]
+        logits = placing.scores(z, given.centroids, c.temperature)
         each = nn.functional.cross_entropy(logits + given.adjusted, batch.labels, reduction="none")  # 19
+        each = c.softmax * each + c.pull * squared_error(z, given.centroids[batch.labels])
         weight = torch.where(batch.extra["made"], c.made_weight, 1.0)
         total = (weight * each).mean()
         if old is not None:

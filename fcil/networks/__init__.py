@@ -12,17 +12,19 @@ __all__ = [
 BODIES = {"resnet18": ResNet18, "small": SmallNet}
 
 
-def build(name: str, shape: tuple[int, int, int], classes: int) -> Classifier:
+def build(name: str, shape: tuple[int, int, int], classes: int, norm: str = "batch") -> Classifier:
     """Return the named body for images of `shape` with a linear head for `classes`."""
-    return Classifier(BODIES[name](shape[0]), classes)
+    return Classifier(BODIES[name](shape[0], norm), classes)
 
 
-def build_autoencoder(name: str, shape: tuple[int, int, int], latent: int, variational: bool) -> AutoEncoder:
+def build_autoencoder(
+    name: str, shape: tuple[int, int, int], latent: int, variational: bool, norm: str = "batch"
+) -> AutoEncoder:
     """Return an autoencoder whose encoder has the named body; its decoder begins as wide as the body does."""
-    body: ResNet18 | SmallNet = BODIES[name](shape[0])  # type: ignore[assignment]
-    return AutoEncoder(Encoder(body, latent, variational), Decoder(latent, shape, body.begins))
+    body: ResNet18 | SmallNet = BODIES[name](shape[0], norm)  # type: ignore[assignment]
+    return AutoEncoder(Encoder(body, latent, variational), Decoder(latent, shape, body.begins, norm))
 
 
-def build_encoder(name: str, shape: tuple[int, int, int], latent: int) -> Encoder:
+def build_encoder(name: str, shape: tuple[int, int, int], latent: int, norm: str = "batch") -> Encoder:
     """Return the named body with a linear head that makes codes of `latent` numbers, without variance."""
-    return Encoder(BODIES[name](shape[0]), latent, variational=False)
+    return Encoder(BODIES[name](shape[0], norm), latent, variational=False)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fcil.networks.heads import Body, Linear, Normalise, pooled
-from fcil.networks.norm import activated
+from fcil.networks.norm import activated, normalisation
 
 FIRST_LAYER = 1_700_000  # parameters that the decoder's linear layer may have: what the paper's 1.8M leaves for it
 LARGEST_GRID = 8  # side of the maps that the linear layer makes
@@ -56,7 +56,7 @@ class Encoder(nn.Module):
 class Decoder(nn.Module):
     """Linear to a small grid of maps, then three convolutions with two enlargements between, then a sigmoid."""
 
-    def __init__(self, latent: int, shape: tuple[int, int, int], width: int = 64):
+    def __init__(self, latent: int, shape: tuple[int, int, int], width: int = 64, norm: str = "batch"):
         super().__init__()
         channels, height, self.side = shape
         if height != self.side:
@@ -64,7 +64,7 @@ class Decoder(nn.Module):
         self.grid, *self.enlarge = enlargements(self.side)
         self.maps = min(width, max(1, FIRST_LAYER // ((latent + 1) * self.grid**2)))
         self.linear = nn.Linear(latent, self.maps * self.grid**2)
-        self.norms = nn.ModuleList(nn.BatchNorm2d(n) for n in (self.maps, 2 * width, width))
+        self.norms = nn.ModuleList(normalisation(norm, n) for n in (self.maps, 2 * width, width))
         plan = [(self.maps, 2 * width), (2 * width, width), (width, channels)]
         self.convolutions = nn.ModuleList(nn.Conv2d(i, o, 3, padding=1) for i, o in plan)
 

@@ -6,21 +6,22 @@ stride 1 and no pooling in the stem. 11,168,832 parameters without a head.
 
 from torch import Tensor, nn
 
-from fcil.networks.norm import activated
+from fcil.networks.norm import activated, normalisation
 
 
 class Block(nn.Module):
     """Two 3x3 convolutions beside a shortcut."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int):
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: str):
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.norm1 = nn.BatchNorm2d(outputs)
+        self.norm1 = normalisation(norm, outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.norm2 = nn.BatchNorm2d(outputs)
+        self.norm2 = normalisation(norm, outputs)
         self.shortcut = nn.Sequential()
         if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            convolution = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(convolution, normalisation(norm, outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         y = activated(self.norm1, self.conv1(x))
@@ -34,12 +35,14 @@ class ResNet18(nn.Module):
     width = 512  # channels of the last stage
     begins = 64  # and of the first
 
-    def __init__(self, channels: int = 3):
+    def __init__(self, channels: int = 3, norm: str = "batch"):
         super().__init__()
         self.channels = channels
-        self.stem = nn.Sequential(nn.Conv2d(channels, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64))
+        self.stem = nn.Sequential(nn.Conv2d(channels, 64, 3, 1, 1, bias=False), normalisation(norm, 64))
         plan = [(64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)]
-        self.layers = nn.ModuleList(nn.Sequential(Block(i, o, stride), Block(o, o, 1)) for i, o, stride in plan)
+        self.layers = nn.ModuleList(
+            nn.Sequential(Block(i, o, stride, norm), Block(o, o, 1, norm)) for i, o, stride in plan
+        )
 
     def stages(self, x: Tensor) -> list[Tensor]:
         """Return the maps after each of the four stages."""

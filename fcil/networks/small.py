@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from fcil.networks.norm import activated
+from fcil.networks.norm import activated, normalisation
 
 
 class SmallNet(nn.Module):
@@ -11,12 +11,12 @@ class SmallNet(nn.Module):
     width = 64  # channels of the last stage
     begins = 16  # and of the first
 
-    def __init__(self, channels: int = 1):
+    def __init__(self, channels: int = 1, norm: str = "batch"):
         super().__init__()
         self.channels = channels
         plan = [(channels, 16, 1), (16, 32, 2), (32, 64, 2)]
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(i, o, 3, stride, 1, bias=False), nn.BatchNorm2d(o)) for i, o, stride in plan
+            nn.Sequential(nn.Conv2d(i, o, 3, stride, 1, bias=False), normalisation(norm, o)) for i, o, stride in plan
         )
 
     def stages(self, x: Tensor) -> list[Tensor]:

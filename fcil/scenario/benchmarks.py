@@ -36,6 +36,12 @@ class Benchmark:
         "short", "protocol used unless another is asked for", choices=("brief", "quick", "short", "paper")
     )
     network: str = knob("resnet18", "classifier network", choices=("resnet18", "small"))
+    norm: str = knob(
+        "batch",
+        "normalisation in the networks: over the batch, or over groups of an image's own channels, for clients that "
+        "differ strongly",
+        choices=("batch", "group"),
+    )
     augment: str = knob("crop-flip", "augmentation of training batches", choices=("none", "crop", "crop-flip"))
     image_size: int = knob(0, "side of the square images in pixels; 0 keeps the dataset's own", least=0, most=512)
     class_order: str = knob("1993", "order of the classes: 1993, natural, or a list such as 3,0,1,2")
@@ -79,6 +85,13 @@ class Protocol:
     batch_size: int = knob(64, "images per local step", least=1)
     schedule: str = knob(
         "cosine", "learning rate over the rounds of a task", choices=("cosine", "exponential", "constant")
+    )
+    warmup: float = knob(
+        0.0,
+        "share of a task's rounds in which the learning rate first rises linearly, before the schedule; a step has the "
+        "rate reached at its end, so that none has 0",
+        least=0,
+        most=0.9,
     )
     momentum: float = knob(0.9, "momentum of the local SGD, fresh in every round", least=0, most=0.999)
     weight_decay: float = knob(5e-4, "weight decay of the local SGD", least=0)
