@@ -15,6 +15,7 @@ from fcil.federation.purity import Impure, Watch, identity
 from fcil.methods import METHODS
 from fcil.networks import build
 from fcil.records import Weights
+from tests.conftest import FILES
 from tests.test_losses import CASES, last_fits, loss_of, some_inputs
 
 X = torch.arange(6.0).view(2, 3)
@@ -62,7 +63,9 @@ def test_pure_tensor_code_passes(loss: Any) -> None:
     assert isinstance(watched, Tensor)
 
 
-@pytest.mark.parametrize(("method", "settings"), CASES)
+@pytest.mark.parametrize(
+    ("method", "settings"), CASES + [pytest.param(name, {"norm": "group"}, id=f"{name}-group") for name in FILES]
+)
 def test_every_method_that_says_so_can_be_captured(method: str, settings: dict[str, Any]) -> None:
     found = []
     for parts, fit in last_fits(method, settings):
@@ -173,3 +176,14 @@ def test_batches_are_counted_once_a_training() -> None:
     with pytest.raises(ZeroDivisionError), counters.stopped():
         raise ZeroDivisionError
     assert all(layer.num_batches_tracked is not None for layer in counters.layers)
+
+
+def test_where_nothing_counts_batches_there_is_nothing_to_add_up() -> None:
+    net = build("small", (1, 8, 8), 6, "group").train()
+    counters = Counters({"net": net})
+    with counters.counting():
+        net(torch.rand(4, 1, 8, 8))
+    with counters.stopped():
+        net(torch.rand(4, 1, 8, 8))
+    counters.add(5)
+    assert counters.layers == [] and counters.each == []

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fcil.blocks.training import loaded, weights_of
 from fcil.federation.calls import Call
 from fcil.federation.engine import Engine, seeded, threads
-from fcil.federation.fitting import order, rate
+from fcil.federation.fitting import order, rate, work
 from fcil.federation.in_process import InProcess
 from fcil.method import Batch, Fit, Method, Nets, Pool, Setting, Trained, Training, remote
 from fcil.records import ByClass, Done, Update, Weights, record
@@ -142,8 +142,33 @@ def test_order_shuffles_each_pass_anew_and_follows_its_generator() -> None:
     [("cosine", (1.0, 0.5, 0.0)), ("exponential", (1.0, 10**-0.5, 0.1)), ("constant", (1.0, 1.0, 1.0))],
 )
 def test_the_rate_over_a_task(schedule: str, factors: tuple[float, ...]) -> None:
-    for progress, factor in zip((0.0, 0.5, 1.0), factors, strict=True):
-        assert rate(Protocol(schedule=schedule), progress) == pytest.approx(factor)
+    for begins, factor in zip((0.0, 0.5, 1.0), factors, strict=True):
+        assert rate(Protocol(schedule=schedule), begins, begins + 0.1) == pytest.approx(factor)
+        warm = Protocol(schedule=schedule, warmup=0.2)
+        assert rate(warm, 0.2 + 0.8 * begins, 1.1) == pytest.approx(factor)  # the schedule runs over the rest
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "exponential", "constant"])
+@pytest.mark.parametrize(("rounds", "steps", "warmup"), [(20, 10, 0.1), (20, 1, 0.1), (4, 5, 0.3), (3, 7, 0.9)])
+def test_the_rate_rises_step_by_step_to_where_the_schedule_starts(
+    schedule: str, rounds: int, steps: int, warmup: float
+) -> None:
+    protocol = Protocol(rounds=rounds, steps=steps, schedule=schedule, warmup=warmup)
+    fit, calls = a_fit({}, a_pool()), (CALL._replace(round=r, rounds=rounds) for r in range(rounds))
+    rates = [lr / fit.lr for call in calls for lr in work(fit, protocol, call).rates]
+    rising = math.ceil(warmup * rounds * steps - 1e-9)
+    each = 1 / (warmup * rounds * steps)
+    assert rates[:rising] == pytest.approx([min(1.0, (s + 1) * each) for s in range(rising)])
+    assert rates[0] == pytest.approx(each) and max(rates) == pytest.approx(1.0)
+    assert rates[rising:] == sorted(rates[rising:], reverse=True) and rates[rising] > 0.9
+
+
+def test_a_rise_shorter_than_a_step_or_none_changes_nothing() -> None:
+    def rates(warmup: float) -> list[float]:
+        return work(a_fit({}, a_pool()), replace(PROTOCOL, warmup=warmup), CALL._replace(round=0)).rates
+
+    plain = [0.2 * (0.5 * (1 + math.cos(math.pi * (step / 5) / 4))) for step in range(5)]
+    assert rates(0.0) == plain and rates(1e-9) == pytest.approx(plain)
 
 
 # -- a Fit ------------------------------------------------------------------------------------------------------------
@@ -160,8 +185,13 @@ def by_hand(weights: Weights, pool: Pool, protocol: Protocol, steps: int, lr: fl
     index = order(len(pool), steps * protocol.batch_size, torch.Generator().manual_seed(1)).view(steps, -1)
     for s in range(steps):
         progress = (call.round + s / steps) / call.rounds
-        factor = {"cosine": (1 + math.cos(math.pi * progress)) / 2, "exponential": 0.1**progress, "constant": 1.0}
+        rest = (progress - protocol.warmup) / (1 - protocol.warmup)
+        factor = {"cosine": (1 + math.cos(math.pi * rest)) / 2, "exponential": 0.1**rest, "constant": 1.0}
         optimizer.param_groups[0]["lr"] = lr * factor[protocol.schedule]
+        if progress < protocol.warmup:
+            optimizer.param_groups[0]["lr"] = lr * min(
+                1.0, (call.round + (s + 1) / steps) / call.rounds / protocol.warmup
+            )
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(net(pool.images[index[s]].float() / 255), pool.labels[index[s]])
         loss.backward()
@@ -180,6 +210,7 @@ def by_hand(weights: Weights, pool: Pool, protocol: Protocol, steps: int, lr: fl
         {"clip": 0.0},
         {"schedule": "constant"},
         {"schedule": "exponential"},
+        {"warmup": 0.4},
     ],
     ids=str,
 )

@@ -1,12 +1,13 @@
-"""Networks: sizes, stages, and images in either form."""
+"""Networks: sizes, stages, images in either form, and normalisation of either kind."""
 
 import pytest
 import torch
 from torch import nn
 
 from fcil.blocks.training import loaded, weights_of
-from fcil.networks import Classifier, ResNet18, SmallNet, build
+from fcil.networks import Classifier, ResNet18, SmallNet, build, build_autoencoder, build_encoder
 from fcil.networks.heads import CENTRE, SPREAD
+from fcil.networks.norm import activated, normalisation
 
 
 def parameters(net: nn.Module) -> int:
@@ -95,3 +96,69 @@ def test_weights_of_is_a_copy_and_loaded_puts_it_back(small: Classifier) -> None
         small.head.weight.zero_()
     assert weights["head.weight"].abs().sum() > 0 and not weights["head.weight"].requires_grad
     assert torch.equal(loaded(small, weights)(images), scores) and not small.training
+
+
+# -- normalisation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("channels", "groups"),
+    [(16, 2), (32, 4), (64, 8), (128, 16), (256, 32), (512, 64), (4, 1), (1, 1), (21, 1), (27, 3), (24, 3)],
+)
+def test_groups_have_eight_channels_or_the_next_number_that_divides(channels: int, groups: int) -> None:
+    norm = normalisation("group", channels)
+    assert isinstance(norm, nn.GroupNorm) and norm.num_groups == groups
+    assert isinstance(normalisation("batch", channels), nn.BatchNorm2d)
+
+
+def test_there_is_no_third_normalisation() -> None:
+    with pytest.raises(ValueError, match="by batch and by group, not by layer"):
+        normalisation("layer", 16)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "small"])
+def test_group_normalisation_keeps_weights_names_and_shapes_but_no_statistics(name: str) -> None:
+    for build_one in (build, build_encoder, lambda *of: build_autoencoder(*of[:3], True, *of[3:])):
+        batch, group = (build_one(name, (3, 32, 32), 9, norm) for norm in ("batch", "group"))
+        plain = build_autoencoder(name, (3, 32, 32), 9, True) if len(batch.state_dict()) > 150 else None
+        statistics = {n for n in batch.state_dict() if n.endswith(("running_mean", "running_var", "batches_tracked"))}
+        assert statistics and plain is None or plain.state_dict().keys() == batch.state_dict().keys()
+        assert batch.state_dict().keys() - statistics == group.state_dict().keys()
+        assert {n: p.shape for n, p in batch.named_parameters()} == {n: p.shape for n, p in group.named_parameters()}
+        assert [n for n, _ in group.named_buffers() if "normalise" not in n] == []
+
+
+@pytest.mark.parametrize("name", ["resnet18", "small"])
+def test_with_groups_an_image_does_not_depend_on_the_rest_of_its_batch(name: str) -> None:
+    torch.manual_seed(0)
+    images, others = torch.rand(2, 4, 3, 16, 16)
+    mixed = torch.cat([images[:1], others[1:]])
+    for norm, alone in (("batch", False), ("group", True)):
+        net = build_autoencoder(name, (3, 16, 16), 5, True, norm).train()
+        classifier = build(name, (3, 16, 16), 7, norm).train()
+        with torch.no_grad():
+            for of in (lambda x: net.encode(x)[0], lambda x: net.decode(net.encode(x)[0].clone()), classifier):  # noqa: B023
+                same = torch.allclose(of(images)[0], of(mixed)[0], atol=1e-5)
+                assert same == alone, norm
+            assert not torch.allclose(classifier(images)[0], classifier(others)[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["batch", "group"])
+@pytest.mark.parametrize(("slope", "beside"), [(0.0, False), (0.0, True), (0.2, False), (1.0, False)])
+def test_what_follows_normalisation_in_place_has_the_gradients_of_a_copy(kind: str, slope: float, beside: bool) -> None:
+    norm, generator = normalisation(kind, 16).double(), torch.Generator().manual_seed(0)
+    drawn = [torch.randn(4, 16, 3, 3, generator=generator, dtype=torch.float64) for _ in range(3)]
+    with torch.no_grad():
+        norm.weight.copy_(1 + drawn[2][0, :, 0, 0]), norm.bias.copy_(drawn[2][1, :, 0, 0])
+    found = []
+    for in_place in (True, False):
+        norm.zero_grad()
+        x, residual = (t.clone().requires_grad_() for t in drawn[:2])
+        if in_place:
+            y = activated(norm, 2 * x, 1 * residual if beside else None, slope)
+        else:
+            y = norm(2 * x) + (residual if beside else 0)
+            y = torch.where(y > 0, y, slope * y)
+        (y * drawn[2]).sum().backward()
+        found.append([y, x.grad, norm.weight.grad, norm.bias.grad, *([residual.grad] if beside else [])])
+    assert all(torch.allclose(one, other) for one, other in zip(*found, strict=True))

@@ -189,8 +189,8 @@ class TransformCodec:
         down, across, colours = (m.to(coefficients) for m in _axes(self.shape))
         x = torch.empty_like(coefficients)
         x[:, self.order.to(x.device)] = coefficients
-        x = colours.T @ x.unflatten(1, (self.shape[0], -1))
-        return down.T @ x.unflatten(2, self.shape[1:]) @ across
+        x = colours.T @ x.view(-1, self.shape[0], self.shape[1] * self.shape[2])
+        return down.T @ x.view(-1, *self.shape) @ across
 
     def _turned(self) -> Tensor:
         """Return which coefficients mirroring turns the sign of: their mean over mirrored pairs is 0."""

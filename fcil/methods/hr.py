@@ -7,7 +7,6 @@ says why each was chosen):
 - Codes come from a codec that is fitted once, in the first task, and never changes, so that nothing drifts and nothing
   is encoded twice. The encoder is free to classify.
 - New images pass the codec, too. Else the network learns that what was decoded is old and what is sharp is new.
-- The pull to the centroids is a softmax over distances, adjusted to the classes that a client has.
 """
 
 import math
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from fcil.blocks import centroids as placing
 from fcil.blocks.codec import KINDS, LearnedCodec, TransformCodec, build
 from fcil.blocks.exemplars import labels_of, shares, shuffled
-from fcil.blocks.losses import distillation, masked, squared_error
+from fcil.blocks.losses import masked, squared_error
 from fcil.blocks.training import by_class, in_parts, loaded, normal, weights_of
 from fcil.errors import UserError
 from fcil.knobs import knob
@@ -33,12 +32,18 @@ from fcil.scenario.tasks import LocalData, Task, mask
 class Config:
     """The knobs."""
 
-    lr: float = knob(0.03, "learning rate of the clients' SGD", above=0)
+    lr: float = knob(0.1, "learning rate of the clients' SGD", above=0)
     latent: int = knob(
         0, "numbers in which the encoder classifies; 0 is twice the classes: room for a simplex", least=0
     )
-    spacing: float = knob(1.0, "sigma of Eq. 8: centroids rest 2^(1/6) sigma apart", above=0)
-    temperature: float = knob(0.1, "of the softmax over negative squared distances", above=0)
+    spacing: float = knob(5.0, "sigma of Eq. 8: centroids rest 2^(1/6) sigma apart", above=0)
+    loss: str = knob(
+        "pull", "what draws an image to its centroid: the squared distance of Eq. 7, or a softmax over them",
+        choices=("pull", "softmax"),
+    )  # fmt: skip
+    pull: float = knob(1 / 30, "lambda of Eq. 7 over an image's numbers, where loss=pull", above=0)
+    temperature: float = knob(2.5, "of the softmax over negative squared distances, where loss=softmax", above=0)
+    balance: float = knob(0.0, "0: images weigh alike; 1: the classes that a client has do", least=0, most=1)
     alignment: str = knob("lennard-jones", "how the server places new centroids", choices=tuple(placing.ALIGNMENTS))
     align_steps: int = knob(3000, "most steps of an alignment", least=1)
     codec: str = knob("klt", "what makes codes of images", choices=KINDS)
@@ -50,11 +55,7 @@ class Config:
         choices=("codes", "raw", "images", "none"),
     )  # fmt: skip
     memory_share: float = knob(1.0, "share of the benchmark's memory that is used", least=0, most=1)
-    pull: float = knob(0.0, "weight of the squared distance to the own centroid", least=0)
-    softmax: float = knob(1.0, "weight of the cross-entropy", least=0)
-    distill: float = knob(1.0, "weight of lines 20 and 21: the old encoder teaches how near old centroids are", least=0)
-    distill_temperature: float = knob(2.0, "temperature of what it teaches", above=0)
-    balance: float = knob(1.0, "how far logits are adjusted to how often a client has a class, 0 to 1", least=0, most=1)
+    distill: float = knob(1.0, "weight of line 20 beside the pull: the old encoder keeps old classes in place", least=0)
     global_replay: bool = knob(True, "line 9: make up images of classes that the client has no code of")
     made_up: int = knob(
         0, "images made up of such a class; 0: as many as there are codes of others, on average", least=0
@@ -114,7 +115,8 @@ class Given:
 
     centroids: Tensor
     old: Tensor  # classes that the old encoder knows, as a mask
-    adjusted: Tensor  # what is added to the logit of each class
+    held: Tensor  # classes that the client replays or has at hand, likewise
+    weight: Tensor  # of an image in the loss, by its class
 
 
 @record
@@ -220,50 +222,45 @@ class Client:  # Algorithm 2
     @remote
     def train(self, memory: Memory, data: LocalData, message: Model) -> Training[Update]:  # 3
         load = {"net": message.weights} | ({"old": message.old_weights} if message.old_weights else {})  # 12
-        pool, adjusted = data.cached(
-            "interleaved", lambda generator: self.interleaved(memory, data, message, generator)
-        )
-        old = mask(data.task.old, len(message.seen))
-        fit = Fit(self.loss, load, ("net",), pool, self.config.lr, Given(message.centroids, old, adjusted))
+        pool = data.cached("interleaved", lambda generator: self.interleaved(memory, data, message, generator))
+        fit = Fit(self.loss, load, ("net",), pool, self.config.lr, self.given(pool, data.task, message))
         trained = yield fit  # 15-17, 22-25
         return Update(trained.weights, trained.count)
 
     @torch.no_grad()
-    def interleaved(
-        self, memory: Memory, data: LocalData, message: Model, generator: torch.Generator
-    ) -> tuple[Pool, Tensor]:
-        """Put what is replayed beside the images of the task, and say how to adjust logits to it."""
+    def interleaved(self, memory: Memory, data: LocalData, message: Model, generator: torch.Generator) -> Pool:
+        """Put what is replayed beside the images of the task."""
         at_hand = data.classes()  # of old ones, too, in a client that stayed behind
         kept = {j: images for j, images in self.recalled(memory, message.codec).items() if j not in at_hand}  # 5-7
         absent = [j for j in data.task.old if j in message.means and j not in kept and j not in at_hand]  # 8
-        made = self.made_up(
-            absent if self.config.global_replay else [], self.usual_number(memory, data), message, generator
-        )
+        number = self.usual_number(memory, data) if self.config.global_replay else 0
+        made = self.made_up(absent if number else [], number, message, generator)  # 9
         images = torch.cat([self.passed(data.images, message.codec), *kept.values(), *made.values()])  # 4, 10, 11
         labels = torch.cat([data.labels, labels_of(kept | made).to(data.labels)])
-        is_made = torch.arange(len(images), device=labels.device) >= len(images) - sum(map(len, made.values()))
-        counts = torch.bincount(labels, minlength=len(message.seen)).to(torch.get_default_dtype())
-        return Pool(images, labels, extra={"made": is_made}), self.adjustment(counts, message.seen)
+        is_made = torch.arange(len(images), device=labels.device) >= len(images) - number * len(made)
+        return Pool(images, labels, extra={"made": is_made})
 
-    def adjustment(self, counts: Tensor, seen: Tensor) -> Tensor:
-        """Return what to add to logits: the log of how often a class comes; one that never comes is left out."""
-        logs = torch.where(counts > 0, self.config.balance * counts.clamp_min(1).log(), 0.0)
-        return logs.masked_fill(counts == 0 if self.config.balance else ~seen, -math.inf)
+    def given(self, pool: Pool, task: Task, message: Model) -> Given:
+        """Say what the loss has to know of the classes."""
+        counts = torch.bincount(pool.labels, minlength=len(message.seen)).to(message.centroids)
+        weight = counts.clamp_min(1) ** -self.config.balance
+        weight = weight * counts.sum() / (weight * counts).sum().clamp_min(1)  # 1 on average
+        return Given(message.centroids, mask(task.old, len(counts)), counts > 0, weight)
 
     def loss(self, nets: Nets, batch: Batch, given: Given) -> Tensor:  # 18
-        """Cross-entropy of the softmax over distances, and what the old encoder teaches."""
+        """Eq. 7 without its reconstruction, which is the codec's, and line 20 where the old encoder knows the class."""
         c, old = self.config, nets.get("old")
         z = nets["net"](batch.images)[0]
-        logits = placing.scores(z, given.centroids, c.temperature)
-        each = nn.functional.cross_entropy(logits + given.adjusted, batch.labels, reduction="none")  # 19
-        each = c.softmax * each + c.pull * squared_error(z, given.centroids[batch.labels])
-        weight = torch.where(batch.extra["made"], c.made_weight, 1.0)
-        total = (weight * each).mean()
+        if c.loss == "pull":
+            each = c.pull * squared_error(z, given.centroids[batch.labels])  # 19
+        else:
+            logits = masked(placing.scores(z, given.centroids, c.temperature), given.held)
+            each = nn.functional.cross_entropy(logits, batch.labels, reduction="none")
         if old is not None:
             with torch.no_grad():
-                taught = placing.scores(old(batch.images)[0], given.centroids, c.temperature)
-            total = total + c.distill * distillation(logits, taught, given.old, c.distill_temperature)  # 20, 21
-        return total
+                taught = old(batch.images)[0]
+            each = each + c.distill * c.pull * given.old[batch.labels] * squared_error(z, taught)  # 20, 21
+        return (given.weight[batch.labels] * torch.where(batch.extra["made"], c.made_weight, 1.0) * each).mean()
 
     @remote
     @torch.no_grad()
@@ -316,7 +313,7 @@ class Client:  # Algorithm 2
 
     def predict(self, message: Model, images: Tensor) -> Tensor:
         codes, _ = loaded(self.net, message.weights)(images)
-        return masked(placing.scores(codes, message.centroids, self.config.temperature), message.seen)
+        return masked(placing.scores(codes, message.centroids, 1.0), message.seen)
 
     @torch.no_grad()
     def look(self, memory: Memory, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:

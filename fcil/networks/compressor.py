@@ -37,6 +37,8 @@ class Compressor(nn.Module):
 
     def encode(self, images: Tensor) -> Tensor:
         """Return the numbers of images in 0..1, between -1 and 1: (N, kept)."""
+        if not len(images):  # on a CPU, torch unshuffles no images into the wrong shape (its pull request 192816)
+            return images.new_zeros(0, self.kept)
         down, across = (4 * side - have for side, have in zip(self.grid, self.shape[1:], strict=True))
         x = F.pad(self.normalise(images), (0, across, 0, down), mode="replicate")
         numbers: Tensor = torch.tanh(self.encoder(x)).flatten(1)[:, : self.kept]
