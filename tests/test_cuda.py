@@ -81,6 +81,16 @@ def test_captured_and_overlapped_equals_the_plain_loop_to_the_bit(method: str, p
         assert different == []
 
 
+@pytest.mark.parametrize("method", ["joint", "hr-literal"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_group_normalisation_is_captured_to_the_bit_too(method: str, precision: str) -> None:
+    how = {"norm": "group", "precision": precision, "steps": 0, "epochs": 2, "active": 4}
+    _, expected = learned(method, 1, True, **how)
+    parts, found = learned(method, 3, False, **how)
+    assert parts.engine.described() == f"captured, 3 at a time, {precision}"
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
 def test_a_graph_serves_all_rounds_and_clients_of_its_kind() -> None:
     parts, _ = learned("finetune", 2, False, rounds=6)
     assert [len(slot.graphs) for slot in parts.engine.slots] == [1, 1]

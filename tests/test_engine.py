@@ -160,7 +160,7 @@ def test_the_rate_rises_step_by_step_to_where_the_schedule_starts(
     each = 1 / (warmup * rounds * steps)
     assert rates[:rising] == pytest.approx([min(1.0, (s + 1) * each) for s in range(rising)])
     assert rates[0] == pytest.approx(each) and max(rates) == pytest.approx(1.0)
-    assert rates[rising:] == sorted(rates[rising:], reverse=True) and rates[rising] > 0.9
+    assert rates[rising:] == sorted(rates[rising:], reverse=True) and rates[rising] > 0.8
 
 
 def test_a_rise_shorter_than_a_step_or_none_changes_nothing() -> None:

@@ -17,10 +17,10 @@ from fcil.scenario.datasets import load
 from tests.typed import done, typed
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["batch", "group"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("export") / "run"
-    done(f"run joint --set tasks=2 --set rounds=5 --set steps=5 --out {folder}")
+    done(f"run joint --set tasks=2 --set rounds=5 --set steps=5 --set norm={request.param} --out {folder}")
     return folder
 
 

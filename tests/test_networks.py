@@ -1,11 +1,15 @@
 """Networks: sizes, stages, images in either form, and normalisation of either kind."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fcil.blocks.training import loaded, weights_of
 from fcil.networks import Classifier, ResNet18, SmallNet, build, build_autoencoder, build_encoder
+from fcil.networks.autoencoder import Decoder
 from fcil.networks.heads import CENTRE, SPREAD
 from fcil.networks.norm import activated, normalisation
 
@@ -100,6 +104,8 @@ def test_weights_of_is_a_copy_and_loaded_puts_it_back(small: Classifier) -> None
 
 # -- normalisation -----------------------------------------------------------------------------------------------------
 
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
 
 @pytest.mark.parametrize(
     ("channels", "groups"),
@@ -116,16 +122,19 @@ def test_there_is_no_third_normalisation() -> None:
         normalisation("layer", 16)
 
 
+def test_batch_normalisation_is_what_there_is_unless_asked_otherwise(small: Classifier) -> None:
+    norms = {f"body.layers.{layer}.1.{own}" for layer in range(3) for own in ("weight", "bias", *STATISTICS)}
+    convolutions = {f"body.layers.{layer}.0.weight" for layer in range(3)}
+    assert small.state_dict().keys() == {*norms, *convolutions, "head.weight", "head.bias"}
+
+
 @pytest.mark.parametrize("name", ["resnet18", "small"])
-def test_group_normalisation_keeps_weights_names_and_shapes_but_no_statistics(name: str) -> None:
-    for build_one in (build, build_encoder, lambda *of: build_autoencoder(*of[:3], True, *of[3:])):
-        batch, group = (build_one(name, (3, 32, 32), 9, norm) for norm in ("batch", "group"))
-        plain = build_autoencoder(name, (3, 32, 32), 9, True) if len(batch.state_dict()) > 150 else None
-        statistics = {n for n in batch.state_dict() if n.endswith(("running_mean", "running_var", "batches_tracked"))}
-        assert statistics and plain is None or plain.state_dict().keys() == batch.state_dict().keys()
-        assert batch.state_dict().keys() - statistics == group.state_dict().keys()
+def test_group_normalisation_has_the_same_parameters_and_no_statistics(name: str) -> None:
+    for made in (build, build_encoder, partial(build_autoencoder, variational=True)):
+        batch, group = (made(name, (3, 32, 32), 9, norm=norm) for norm in ("batch", "group"))
         assert {n: p.shape for n, p in batch.named_parameters()} == {n: p.shape for n, p in group.named_parameters()}
-        assert [n for n, _ in group.named_buffers() if "normalise" not in n] == []
+        assert any(n.endswith(STATISTICS) for n in batch.state_dict())
+        assert group.state_dict().keys() == dict(group.named_parameters()).keys()
 
 
 @pytest.mark.parametrize("name", ["resnet18", "small"])
@@ -133,14 +142,18 @@ def test_with_groups_an_image_does_not_depend_on_the_rest_of_its_batch(name: str
     torch.manual_seed(0)
     images, others = torch.rand(2, 4, 3, 16, 16)
     mixed = torch.cat([images[:1], others[1:]])
-    for norm, alone in (("batch", False), ("group", True)):
-        net = build_autoencoder(name, (3, 16, 16), 5, True, norm).train()
-        classifier = build(name, (3, 16, 16), 7, norm).train()
+
+    def alike(of: Callable[[Tensor], Tensor]) -> bool:
         with torch.no_grad():
-            for of in (lambda x: net.encode(x)[0], lambda x: net.decode(net.encode(x)[0].clone()), classifier):  # noqa: B023
-                same = torch.allclose(of(images)[0], of(mixed)[0], atol=1e-5)
-                assert same == alone, norm
-            assert not torch.allclose(classifier(images)[0], classifier(others)[0], atol=1e-3)
+            return torch.allclose(of(images)[0], of(mixed)[0], atol=1e-5)
+
+    for norm, alone in (("batch", False), ("group", True)):
+        classifier = build(name, (3, 16, 16), 7, norm).train()
+        encoder = build_encoder(name, (3, 16, 16), 5, norm).train()
+        decoder = Decoder(16, (3, 16, 16), 16, norm).train()
+        assert alike(classifier) == alike(lambda x, net=encoder: net(x)[0]) == alone
+        assert alike(lambda x, net=decoder: net(x[:, 0, 0])) == alone
+        assert not torch.allclose(classifier(images)[0], classifier(others)[0], atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["batch", "group"])

@@ -1,4 +1,4 @@
-"""An image as a few bytes: transform codes that are fitted by sums, and one that a small autoencoder learns.
+"""An image as a few bytes: transform codes that are fitted by sums, one that a small autoencoder learns, and WebP.
 
 `klt` and `dct`: images become cosine coefficients, a rotation gathers their spread into few numbers (the
 Karhunen-Loeve transform; `dct` does without), and each number gets the bits it deserves, with the levels that are best
@@ -9,13 +9,18 @@ codec to the bit, with nothing to train, to tune or to drift.
 Mirror images count, too: mirroring turns the sign of all coefficients of odd horizontal frequency, so their products
 with even ones cancel and the covariance falls into two halves. Only the lowest 32 by 32 frequencies are rotated; of
 those beyond, which larger images have, each stands for itself.
+
+Images differ in contrast, so each chooses the gain, of eight, with which it loses least.
 """
 
+import io
 import math
 from functools import cache
 from typing import Protocol
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from fcil.blocks.training import as_bytes, in_parts, loaded
@@ -23,10 +28,12 @@ from fcil.errors import UserError, unknown
 from fcil.networks.compressor import BITS, Compressor
 from fcil.records import Weights
 
-KINDS = ("klt", "dct", "autoencoder")
+KINDS = ("klt", "dct", "autoencoder", "webp")
 LOW = 32  # frequencies in each direction that are rotated
 SHRINK = 0.3  # of covariances towards 0: some thousand images do not tell a million of them from chance
 MOST_BITS = 8
+GAIN_BITS = 3
+GAINS = tuple(2**power for power in (-1.2, -0.9, -0.6, -0.3, 0.0, 0.3, 0.6, 0.9))
 TIE = 1e-6  # what lies halfway between two whole numbers goes away from 0, on every machine and in mirror images
 AT_ONCE = 2**19  # pixel values that are coded at a time
 Shape = tuple[int, int, int]  # channels, height, width
@@ -51,15 +58,18 @@ class Codec(Protocol):
         """Return the images of such numbers, as uint8, rounded as codes are."""
 
 
-def build(kind: str, shape: Shape, size: int = 0) -> "TransformCodec | LearnedCodec":
+def build(kind: str, shape: Shape, size: int = 0) -> "TransformCodec | LearnedCodec | WebpCodec":
     """Return a codec for images of `shape` by its name; `size` 0 is a tenth of an image's bytes."""
-    if kind not in KINDS:
-        raise unknown("codec", kind, KINDS)
     size = size or tenth(shape)
     if not 1 <= size <= math.prod(shape):
         raise UserError(
-            f"code_bytes={size} is not allowed; a code of an image of {_named(shape)} takes 1 to {math.prod(shape)}"
+            f"code_bytes={size} is not allowed; "
+            f"a code of an image of {_named(shape)} takes 1 to {math.prod(shape)} bytes"
         )
+    if kind not in KINDS:
+        raise unknown("codec", kind, list(KINDS))
+    if kind == "webp":
+        return WebpCodec(shape, size)
     return LearnedCodec(shape, size) if kind == "autoencoder" else TransformCodec(shape, size, rotates=kind == "klt")
 
 
@@ -102,7 +112,7 @@ class TransformCodec:
             bases[name] = vectors.T
         alone = slice(sum(map(len, variances)), None)
         variance = torch.cat([*variances, (square - mean.square())[alone]]).clamp_min(0)
-        bits = allotted(variance, 8 * self.size)
+        bits = allotted(variance, 8 * self.size - GAIN_BITS)
         kept = torch.split(bits > 0, [*map(len, variances), len(bits) - alone.start])
         return {
             "mean": mean.float(),
@@ -160,24 +170,24 @@ class TransformCodec:
         return as_bytes(self._inverse(x) / 255)
 
     def _packed(self, fitted: Weights, numbers: Tensor) -> Tensor:
-        found = []
-        for bits, own in _by_bits(fitted["bits"]):
-            book = levels(bits).to(numbers)
-            level = torch.bucketize(numbers[:, own].contiguous(), (book[1:] + book[:-1]) / 2)
-            found.append(((level[..., None] >> torch.arange(bits, device=level.device)) & 1).flatten(1))
-        eights = torch.cat(found, 1).view(-1, self.size, 8)  # as many bits as were allotted
-        return (eights << torch.arange(8, device=eights.device)).sum(2).to(torch.uint8)
+        groups, gains = _by_bits(fitted["bits"]), numbers.new_tensor(GAINS)
+        lost = []
+        for gain in gains:
+            rounded = gain * _rounded(numbers / gain, groups)
+            lost.append(((rounded - numbers) * fitted["deviation"]).square().sum(1))
+        chosen = torch.stack(lost).argmin(0)
+        numbers = numbers / gains[chosen, None]
+        found = [_bits(_level(numbers[:, own], bits), bits) for bits, own in groups]
+        return _number(torch.cat([_bits(chosen[:, None], GAIN_BITS), *found], 1), 8).to(torch.uint8)
 
     def _unpacked(self, fitted: Weights, codes: Tensor) -> Tensor:
-        row = ((codes[..., None] >> torch.arange(8, device=codes.device)) & 1).flatten(1).long()
-        numbers, start = fitted["deviation"].new_zeros(len(codes), len(fitted["bits"])), 0
+        row = ((codes[..., None] >> torch.arange(8, device=codes.device)) & 1).flatten(1)
+        numbers, start = fitted["deviation"].new_zeros(len(codes), len(fitted["bits"])), GAIN_BITS
         for bits, own in _by_bits(fitted["bits"]):
             end = start + bits * len(own)
-            each = row[:, start:end].view(len(codes), len(own), bits)
-            level = (each << torch.arange(bits, device=codes.device)).sum(2)
-            numbers[:, own] = levels(bits).to(numbers)[level]
+            numbers[:, own] = levels(bits).to(numbers)[_number(row[:, start:end], bits)]
             start = end
-        return numbers
+        return numbers * numbers.new_tensor(GAINS)[_number(row[:, :GAIN_BITS], GAIN_BITS)]
 
     def _coefficients(self, images: Tensor, precision: torch.dtype) -> Tensor:
         _check(images, self.shape)
@@ -231,6 +241,30 @@ def _book(bits: int) -> tuple[Tensor, float]:
 def _by_bits(bits: Tensor) -> list[tuple[int, Tensor]]:
     """Return the places of the numbers that have so many bits, the most first."""
     return [(count, (bits == count).nonzero()[:, 0]) for count in range(MOST_BITS, 0, -1)]
+
+
+def _rounded(numbers: Tensor, groups: list[tuple[int, Tensor]]) -> Tensor:
+    """Return the level that stands for each number."""
+    result = torch.empty_like(numbers)
+    for bits, own in groups:
+        result[:, own] = levels(bits).to(numbers)[_level(numbers[:, own], bits)]
+    return result
+
+
+def _level(numbers: Tensor, bits: int) -> Tensor:
+    book = levels(bits).to(numbers)
+    return torch.bucketize(numbers.contiguous(), (book[1:] + book[:-1]) / 2)
+
+
+def _bits(whole: Tensor, bits: int) -> Tensor:
+    """Return whole numbers (N, many) as their bits, (N, many times bits)."""
+    return ((whole[..., None] >> torch.arange(bits, device=whole.device)) & 1).flatten(1)
+
+
+def _number(row: Tensor, bits: int) -> Tensor:
+    """Invert `_bits`."""
+    each = row.long().view(len(row), row.shape[1] // bits, bits)
+    return (each << torch.arange(bits, device=row.device)).sum(2, dtype=torch.int64)
 
 
 @cache
@@ -306,6 +340,55 @@ class LearnedCodec:
     def _unpacked(self, codes: Tensor) -> Tensor:
         places = BITS * torch.arange(8 // BITS, device=codes.device)
         return Compressor.number((codes[..., None].long() >> places) & (2**BITS - 1)).flatten(1)
+
+
+# -- WebP -------------------------------------------------------------------------------------------------------------
+
+
+class WebpCodec:
+    """WebP files, each of the best quality that fits into `size` bytes, headers and all; nothing is fitted.
+
+    An image of which no file fits is made smaller first. It makes nothing up: it has no numbers to draw.
+    """
+
+    least = 64  # bytes, in which some picture always fits
+
+    def __init__(self, shape: Shape, size: int):
+        if size < self.least:
+            raise UserError(f"code_bytes={size} is not allowed with webp; a file takes at least {self.least}")
+        self.shape, self.size = shape, size
+
+    def encode(self, fitted: Weights, images: Tensor) -> Tensor:
+        _check(images, self.shape)
+        rows = torch.zeros(len(images), self.size, dtype=torch.uint8)
+        for row, image in zip(rows, images.cpu(), strict=True):
+            file = self._file(image.squeeze(0).numpy() if len(image) == 1 else image.permute(1, 2, 0).numpy())
+            row[: len(file)] = torch.frombuffer(bytearray(file), dtype=torch.uint8)
+        return rows.to(images.device)
+
+    def decode(self, fitted: Weights, codes: Tensor) -> Tensor:
+        images = torch.zeros(len(codes), *self.shape, dtype=torch.uint8)
+        for image, code in zip(images, codes.cpu(), strict=True):
+            picture = Image.open(io.BytesIO(code.numpy().tobytes())).convert("L" if self.shape[0] == 1 else "RGB")
+            pixels = torch.from_numpy(np.array(picture.resize(self.shape[:0:-1], Image.Resampling.BICUBIC)))
+            image.copy_(pixels if self.shape[0] == 1 else pixels.permute(2, 0, 1))
+        return images.to(codes.device)
+
+    def _file(self, pixels: "np.typing.NDArray[np.uint8]") -> bytes:
+        picture = Image.fromarray(pixels)
+        while True:
+            low, high, best = 0, 100, b""
+            while low <= high:
+                quality = (low + high) // 2
+                file = io.BytesIO()
+                picture.save(file, "webp", quality=quality)
+                if file.tell() <= self.size:
+                    low, best = quality + 1, file.getvalue()
+                else:
+                    high = quality - 1
+            if best:
+                return best
+            picture = picture.resize((max(1, picture.width // 2), max(1, picture.height // 2)))
 
 
 def _check(images: Tensor, shape: Shape) -> None:

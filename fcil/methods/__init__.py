@@ -62,7 +62,7 @@ METHODS = {
     ),
 }
 
-DEFAULT = "hr-literal"  # what `fcil run` runs
+DEFAULT = "hr"  # what `fcil run` runs
 
 
 def method(name: str) -> "Method":

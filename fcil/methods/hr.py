@@ -12,12 +12,13 @@ says why each was chosen):
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from fcil.blocks import centroids as placing
-from fcil.blocks.codec import KINDS, LearnedCodec, TransformCodec, build
+from fcil.blocks.codec import KINDS, LearnedCodec, TransformCodec, WebpCodec, build
 from fcil.blocks.exemplars import labels_of, shares, shuffled
 from fcil.blocks.losses import masked, squared_error
 from fcil.blocks.training import by_class, in_parts, loaded, normal, weights_of
@@ -157,22 +158,21 @@ class Server:  # Algorithm 1
 
     def fit_codec(self, clients: Clients) -> Iterator[None]:
         """Sum up what the codec has to know; a learned one is trained by federated averaging."""
-        if isinstance(self.codec, TransformCodec):
-            if clients.once("codec"):
-                replies = clients.ask(clients.everyone(), Client.measure, Done())
-                self.state.codec = self.codec.fitted(replies.sum("sums"))
-            return
-        for _ in clients.rounds(self.config.codec_rounds, "codec"):
-            updates = clients.ask(clients.sample(), Client.train_codec, Fitted(self.state.codec))
-            self.state.codec = updates.mean("weights")
-            yield
+        if isinstance(self.codec, TransformCodec) and clients.once("codec"):
+            replies = clients.ask(clients.everyone(), Client.measure, Done())
+            self.state.codec = self.codec.fitted(replies.sum("sums"))
+        if isinstance(self.codec, LearnedCodec):
+            for _ in clients.rounds(self.config.codec_rounds, "codec"):
+                updates = clients.ask(clients.sample(), Client.train_codec, Fitted(self.state.codec))
+                self.state.codec = updates.mean("weights")
+                yield
 
     def align(self, task: Task, sums: ByClass, firsts: ByClass, seconds: ByClass, counts: ByClass) -> None:
         """Place the centroids of new classes beside the old ones, and keep the moments of their codes."""
         c, s = self.config, self.state
         s.centroids = placing.placed(s.centroids, task, sums, counts, c.alignment, c.spacing, c.align_steps)
         s.seen = mask(task.seen, len(s.centroids))
-        new = [j for j in task.new if j in counts]
+        new = [j for j in task.new if j in firsts]
         means = {j: firsts[j] / counts[j] for j in new}
         s.means = s.means | means
         s.deviations = s.deviations | {j: (seconds[j] / counts[j] - means[j] ** 2).clamp_min(0).sqrt() for j in new}
@@ -211,7 +211,10 @@ class Client:  # Algorithm 2
     def propose(self, memory: Memory, data: LocalData, message: Model) -> Proposal:
         loaded(self.net, message.weights)
         new = {j: data.of(j) for j in data.classes() if j in data.task.new}
-        z, numbers = by_class(self.encoded, new), by_class(lambda x: self.codec.numbers(message.codec, x), new)  # 13
+        z = by_class(self.encoded, new)  # 13
+        numbers = (
+            {} if isinstance(codec := self.codec, WebpCodec) else by_class(partial(codec.numbers, message.codec), new)
+        )
         return Proposal(
             {j: own.sum(0) for j, own in z.items()},
             {j: own.sum(0) for j, own in numbers.items()},
@@ -268,7 +271,7 @@ class Client:  # Algorithm 2
         keep, new = self.quotas(memory, data), shuffled(data)
         chosen = {j: new[j][:number] for j, number in keep.items() if j in new}  # 28
         if self.config.exemplars == "codes":
-            chosen = by_class(lambda images: self.codec.encode(message.codec, images), chosen)
+            chosen = by_class(partial(self.codec.encode, message.codec), chosen)
         memory.codes = {j: (memory.codes | chosen)[j][:number] for j, number in keep.items()}  # 26: not encoded again
         error = squared_error(self.passed(data.images, message.codec).float(), data.images.float()).sum()
         return Remembered(torch.stack([error, error.new_tensor(data.images.numel())]))  # 2, 27, 29
@@ -292,7 +295,7 @@ class Client:  # Algorithm 2
             j: message.means[j] + message.deviations[j] * normal((number, len(message.means[j])), generator)
             for j in classes
         }
-        return by_class(lambda numbers: self.codec.pictures(message.codec, numbers), drawn)
+        return {} if isinstance(self.codec, WebpCodec) else by_class(partial(self.codec.pictures, message.codec), drawn)
 
     def passed(self, images: Tensor, codec: Weights) -> Tensor:
         """Return images as they are after the codec, so that new ones look like old ones."""
@@ -305,7 +308,7 @@ class Client:  # Algorithm 2
         kept = {j: memory.codes[j] for j in sorted(memory.codes)}
         if self.config.exemplars in ("raw", "images"):
             return kept
-        return by_class(lambda codes: self.codec.decode(codec, codes), kept)
+        return by_class(partial(self.codec.decode, codec), kept)
 
     def encoded(self, images: Tensor) -> Tensor:
         """Return f(images), with the weights last loaded."""
@@ -326,7 +329,7 @@ class Client:  # Algorithm 2
         )
 
 
-def codec_of(config: Config, setting: Setting) -> TransformCodec | LearnedCodec:
+def codec_of(config: Config, setting: Setting) -> TransformCodec | LearnedCodec | WebpCodec:
     """Return the codec that the knobs ask for."""
     size = config.code_bytes or min(math.prod(setting.shape), max(12, round(math.prod(setting.shape) / 10)))
     room = setting.budget.per_client

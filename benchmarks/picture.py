@@ -1,0 +1,50 @@
+"""The README's picture: accuracy on all classes so far, task by task, of runs under results/.
+
+`python benchmarks/picture.py` draws docs/accuracy.png from results/cifar100-10x10; needs the extra `report`.
+"""
+
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("agg")
+from matplotlib import pyplot  # noqa: E402
+
+RUNS, OUT = Path("results/cifar100-10x10"), Path("docs/accuracy.png")
+LINES = {  # method: (what it is called, colour, dashes); colours by Okabe and Ito, which colour-blind readers tell apart
+    "joint": ("joint: every client keeps every image (upper bound)", "#000000", (1, 2)),
+    "hr": ("hr: codes of 307 bytes, 0.12 MB a client", "#0072B2", ()),
+    "hr-literal": ("hr-literal: as the paper prints it, same memory", "#D55E00", ()),
+    "finetune": ("finetune: no memory (lower bound)", "#000000", (4, 2)),
+}
+
+
+def curves(method: str) -> list[list[float]]:
+    """Return the accuracy after each task of every finished run of a method."""
+    return [json.loads(path.read_text())["overall"] for path in sorted((RUNS / method).glob("*/result.json"))]
+
+
+if __name__ == "__main__":
+    figure, axes = pyplot.subplots(figsize=(8, 4.2), dpi=150)
+    for method, (label, colour, dashes) in LINES.items():
+        found = curves(method)
+        if not found:
+            continue
+        mean = [sum(values) / len(values) for values in zip(*found, strict=True)]
+        tasks = range(1, len(mean) + 1)
+        axes.plot(tasks, mean, color=colour, dashes=dashes or (None, None), linewidth=2, label=label)
+        for values in found if len(found) > 1 else []:
+            axes.plot(tasks, values, color=colour, linewidth=0.6, alpha=0.5)
+        axes.annotate(f"{mean[-1]:.1f}", (tasks[-1], mean[-1]), (6, -3), textcoords="offset points", color=colour)
+    axes.axhline(65.84, xmin=0.9, color="#999999", linewidth=1)
+    axes.annotate("65.8 claimed for HR", (9.1, 65.84), (-4, 5), textcoords="offset points", color="#777777", fontsize=8, ha="right")
+    axes.set_xlabel("tasks learned, of ten classes each")
+    axes.set_ylabel("test accuracy on all classes so far, %")
+    axes.set_xticks(range(1, 11))
+    axes.set_ylim(0, 100)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper right", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(OUT)
+    print(OUT)
