@@ -758,6 +758,20 @@ def test_cosines_alone_run_through_two_tasks() -> None:
     assert kept and all(codes.shape[1:] == (SIZE,) for codes in kept)
 
 
+def test_files_need_no_fit_and_make_nothing_up() -> None:
+    files = run(codec="webp", code_bytes=64, tasks=2)
+    assert files.of("measure") == [] and all(model.codec == model.means == {} for model in files.models)
+    assert not any(asked.made.any() for asked in files.of("train"))
+    decoded = 0
+    for asked in files.later():
+        assert set(asked.pool.labels.tolist()) == {*asked.data.classes(), *asked.memory.codes}
+        for j, codes in asked.memory.codes.items():
+            assert codes.shape[1:] == (64,)
+            assert torch.equal(asked.pool.images[asked.pool.labels == j], files.codec.decode({}, codes))
+            decoded += len(codes)
+    assert decoded > 0 and look(files, 0, (0, 1, 2, 3)).made == {}
+
+
 LEARNING = {"codec": "autoencoder", "codec_rounds": 6, "steps": 16, "tasks": 2}
 
 

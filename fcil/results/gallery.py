@@ -76,7 +76,7 @@ class Gallery:
         side = next(iter(self.pictures.values())).shape[-1]
         cell = side * max(1, -(-CELL // side))
         rows = sorted({int(name.split("/")[2]) for name in self.pictures})
-        columns = ["real", *(f"after {t + 1}" for t in range(tasks) if pictured(t, tasks)), "centroid"]
+        columns = ["real", *(f"after {t + 1}" for t in range(tasks) if pictured(t, tasks)), "made up"]
         page = Image.new("RGB", (LABELS + len(columns) * (cell + GAP), HEADER + len(rows) * (cell + GAP)), PAPER)
         draw, font = ImageDraw.Draw(page), ImageFont.load_default(12)
         for x, title in enumerate(columns):
