@@ -342,8 +342,12 @@ def test_the_codec_is_to_the_bit_that_of_all_images_pooled(kind: str) -> None:
     assert not equal(fitted.models[0].codec, own.fitted(own.statistics(torch.cat(images[1:])))), "all of them count"
 
 
+def codec_in(message: Model | Fitted) -> Weights:
+    return message.weights if isinstance(message, Fitted) else message.codec
+
+
 def test_the_codec_is_not_touched_later() -> None:
-    first, *others = [a.message.codec for a in run().asked if a.handler != "measure"]
+    first, *others = [codec_in(a.message) for a in run().asked if a.handler != "measure"]
     assert first and all(equal(first, other) for other in others)
     assert all(equal(first, model.codec) for model in run().models)
 
@@ -353,7 +357,7 @@ def test_messages_hold_no_more_than_their_answers_need() -> None:
     assert sent == {"measure": Done, "train_codec": Fitted, "propose": Model, "train": Model, "remember": Fitted}
     assert {size_in_bytes(a.message) for a in run().of("measure")} == {0}
     for asked in run().of("remember"):
-        assert flatten(asked.message).keys() == {f"codec/{name}" for name in run().models[0].codec}
+        assert flatten(asked.message).keys() == {f"weights/{name}" for name in run().models[0].codec}
 
 
 def test_codes_are_bytes_and_really_so_many() -> None:
@@ -431,7 +435,7 @@ def test_new_codes_are_those_of_images_drawn_at_random_each_once() -> None:
     for asked in run(memory=1).of("remember"):
         after = run(memory=1).memories[asked.task][asked.client]
         for j in set(asked.data.classes()) & after.codes.keys():
-            own = run(memory=1).codec.encode(asked.message.codec, asked.data.of(j))
+            own = run(memory=1).codec.encode(codec_in(asked.message), asked.data.of(j))
             match = among(after.codes[j], own)
             assert match.any(1).all() and match.any(0).sum() == len(after.codes[j].unique(dim=0))
             drawn += match.int().argmax(1).tolist()
@@ -788,15 +792,26 @@ def test_a_learned_codec_learns_in_rounds_of_its_own_before_the_first_task() -> 
     assert learned().of("measure") == [] and len(learned().of("train_codec")) == 6 * 2
 
 
+@pytest.mark.parametrize("how", [{"benchmark": replace(SKEWED, lost=1.0)}, {"benchmark": FEW, "active": 1}])
+def test_a_learned_codec_survives_rounds_in_which_nobody_has_an_image(how: dict[str, Any]) -> None:
+    assert len(run(codec="autoencoder", codec_rounds=6, tasks=2, **how).task_lines) == 2
+
+
+def test_old_weights_are_sent_only_where_they_teach() -> None:
+    for asked in run().asked:
+        if isinstance(asked.message, Model):
+            assert bool(asked.message.old_weights) == (asked.handler == "train" and asked.task > 0)
+
+
 def test_a_learned_codec_is_averaged_and_then_fixed() -> None:
     trained = learned().of("train_codec")
     for earlier, later in ((r, r + 1) for r in range(5)):
         replies = [a.reply.weights for a in trained if a.round == earlier]
-        sent = next(a for a in trained if a.round == later).message.codec
+        sent = codec_in(next(a for a in trained if a.round == later).message)
         assert len(replies) == 2 and sent.keys() == replies[0].keys()
         assert all(torch.equal(sent[n], (replies[0][n] + replies[1][n]) / 2) for n in sent)
-    first, *others = [a.message.codec for a in learned().asked if a.handler != "train_codec"]
-    assert not equal(first, trained[-1].message.codec)
+    first, *others = [codec_in(a.message) for a in learned().asked if a.handler != "train_codec"]
+    assert not equal(first, codec_in(trained[-1].message))
     assert all(equal(first, other) for other in others) and equal(first, learned().models[-1].codec)
 
 
@@ -991,6 +1006,10 @@ def test_there_is_nothing_to_measure_where_nobody_answers() -> None:
     silent = run(loses=memory_unanswered, tasks=2)
     first, second = (line["measured"]["psnr"] for line in silent.task_lines)
     assert first is None and second > 10 and silent.memories[0] == {}
+
+
+def test_the_ledger_says_what_codes_lose_though_new_images_do_not_pass_the_codec() -> None:
+    assert run(one_domain=False).task_lines[0]["measured"] == run().task_lines[0]["measured"]
 
 
 def test_there_is_no_noise_where_images_are_kept_as_they_are() -> None:

@@ -9,14 +9,19 @@ from fcil.records import ByClass
 from fcil.scenario.tasks import LocalData
 
 
-def shuffled(data: LocalData) -> ByClass:
-    """Return the images of each class in random order, the same whenever it is asked for in a task."""
+def shuffled_rows(data: LocalData) -> ByClass:
+    """Return which images are of each class, in random order, the same whenever it is asked for in a task."""
 
     def draw(generator: torch.Generator) -> ByClass:
-        own = {j: data.of(j) for j in data.classes()}
-        return {j: x[torch.randperm(len(x), generator=generator, device=x.device)] for j, x in own.items()}
+        own = {j: (data.labels == j).nonzero()[:, 0] for j in data.classes()}
+        return {j: rows[torch.randperm(len(rows), generator=generator, device=rows.device)] for j, rows in own.items()}
 
     return data.cached("shuffled", draw)
+
+
+def shuffled(data: LocalData) -> ByClass:
+    """Return the images of each class in that order."""
+    return {j: data.images[rows] for j, rows in shuffled_rows(data).items()}
 
 
 def labels_of(rows: ByClass) -> Tensor:

@@ -1,7 +1,7 @@
 """Hybrid Replay made to work on natural images: the default method.
 
 The algorithm of Khademi Nori, Kim and Wang (ICLR 2025), with the numbers of its lines at the line ends: `Server` is
-Algorithm 1 and `Client` is Algorithm 2. Three things differ from `hr-literal`, which collapses (RESULTS.md; PAPER.md
+Algorithm 1 and `Client` is Algorithm 2. Two things differ from `hr-literal`, which collapses (RESULTS.md; PAPER.md
 says why each was chosen):
 
 - Codes come from a codec that is fitted once, in the first task, and never changes, so that nothing drifts and nothing
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fcil.blocks import centroids as placing
 from fcil.blocks.codec import KINDS, LearnedCodec, TransformCodec, WebpCodec, build
-from fcil.blocks.exemplars import labels_of, shares, shuffled
+from fcil.blocks.exemplars import labels_of, shares, shuffled_rows
 from fcil.blocks.losses import masked, squared_error
 from fcil.blocks.training import by_class, in_parts, loaded, normal, weights_of
 from fcil.errors import UserError
@@ -50,6 +50,7 @@ class Config:
     codec: str = knob("klt", "what makes codes of images", choices=KINDS)
     code_bytes: int = knob(0, "bytes of a code; 0 is a tenth of an image's, and at least 12", least=0)
     codec_rounds: int = knob(60, "rounds in which codec=autoencoder is trained before the first task", least=1)
+    codec_lr: float = knob(0.1, "learning rate of that", above=0)
     one_domain: bool = knob(True, "new images pass the codec, too, before they are trained on")
     exemplars: str = knob(
         "codes", "what is kept: codes; raw images that fit; images, one for each code (hr-perfect); nothing",
@@ -89,7 +90,7 @@ class Statistics:
 class Fitted:
     """The codec, for clients that have to know nothing else."""
 
-    codec: Weights
+    weights: Weights
 
 
 @record
@@ -145,9 +146,10 @@ class Server:  # Algorithm 1
         if task.index == 0:
             yield from self.fit_codec(clients)
         if clients.once("align"):  # 5
-            self.state.old_weights = self.state.weights if task.old and self.config.distill else {}
+            self.state.old_weights = {}  # nobody needs them yet
             proposals = clients.ask(clients.everyone(), Client.propose, self.broadcast())  # 6
             self.align(task, *(proposals.sum(name) or {} for name in ("sums", "firsts", "seconds", "counts")))  # 7, 8
+            self.state.old_weights = self.state.weights if task.old and self.config.distill else {}
         for _ in clients.rounds():  # 9, 10
             updates = clients.ask(clients.sample(), Client.train, self.broadcast())  # 11-13
             self.state.weights = updates.mean("weights")  # 14
@@ -189,6 +191,7 @@ class Client:  # Algorithm 2
     def __init__(self, config: Config, setting: Setting):
         self.config, self.setting, self.codec = config, setting, codec_of(config, setting)
         self.net, self.old = (setting.encoder(latent_size(config, setting)) for _ in range(2))  # 1
+        self.keeps_images = config.exemplars in ("raw", "images")
         self.at_once = max(1, 2**17 // math.prod(setting.shape[1:]))  # images through a network at a time
 
     def networks(self) -> dict[str, nn.Module]:
@@ -203,7 +206,9 @@ class Client:  # Algorithm 2
     @remote
     def train_codec(self, memory: Memory, data: LocalData, message: Fitted) -> Training[Update]:
         pool = Pool(data.images, data.labels)
-        trained = yield Fit(codec_loss, {"codec": message.codec}, ("codec",), pool, lr=0.1, weight_decay=0.0)
+        trained = yield Fit(
+            codec_loss, {"codec": message.weights}, ("codec",), pool, self.config.codec_lr, weight_decay=0.0
+        )  # fmt: skip
         return Update(trained.weights, trained.count)
 
     @remote
@@ -238,7 +243,7 @@ class Client:  # Algorithm 2
         absent = [j for j in data.task.old if j in message.means and j not in kept and j not in at_hand]  # 8
         number = self.usual_number(memory, data) if self.config.global_replay else 0
         made = self.made_up(absent if number else [], number, message, generator)  # 9
-        images = torch.cat([self.passed(data.images, message.codec), *kept.values(), *made.values()])  # 4, 10, 11
+        images = torch.cat([self.passed(data, message.codec), *kept.values(), *made.values()])  # 4, 10, 11
         labels = torch.cat([data.labels, labels_of(kept | made).to(data.labels)])
         is_made = torch.arange(len(images), device=labels.device) >= len(images) - number * len(made)
         return Pool(images, labels, extra={"made": is_made})
@@ -261,19 +266,21 @@ class Client:  # Algorithm 2
             each = nn.functional.cross_entropy(logits, batch.labels, reduction="none")
         if old is not None:
             with torch.no_grad():
-                taught = old(batch.images)[0]
-            each = each + c.distill * c.pull * given.old[batch.labels] * squared_error(z, taught)  # 20, 21
+                taught = old(batch.images)[0]  # 21: no decoder learns
+            each = each + c.distill * c.pull * given.old[batch.labels] * squared_error(
+                z, taught
+            )  # 20; 21: no decoder learns
         return (given.weight[batch.labels] * torch.where(batch.extra["made"], c.made_weight, 1.0) * each).mean()
 
     @remote
     @torch.no_grad()
     def remember(self, memory: Memory, data: LocalData, message: Fitted) -> Remembered:
-        keep, new = self.quotas(memory, data), shuffled(data)
-        chosen = {j: new[j][:number] for j, number in keep.items() if j in new}  # 28
-        if self.config.exemplars == "codes":
-            chosen = by_class(partial(self.codec.encode, message.codec), chosen)
+        keep, rows = self.quotas(memory, data), shuffled_rows(data)
+        new = data.images if self.keeps_images else self.coded(data, message.weights)
+        chosen = {j: new[rows[j][:number]] for j, number in keep.items() if j in rows}  # 28
         memory.codes = {j: (memory.codes | chosen)[j][:number] for j, number in keep.items()}  # 26: not encoded again
-        error = squared_error(self.passed(data.images, message.codec).float(), data.images.float()).sum()
+        given_back = data.images if self.keeps_images else self.decoded(data, message.weights)
+        error = squared_error(given_back.float(), data.images.float()).sum()
         return Remembered(torch.stack([error, error.new_tensor(data.images.numel())]))  # 2, 27, 29
 
     def quotas(self, memory: Memory, data: LocalData) -> dict[int, int]:
@@ -297,18 +304,22 @@ class Client:  # Algorithm 2
         }
         return {} if isinstance(self.codec, WebpCodec) else by_class(partial(self.codec.pictures, message.codec), drawn)
 
-    def passed(self, images: Tensor, codec: Weights) -> Tensor:
-        """Return images as they are after the codec, so that new ones look like old ones."""
-        if not self.config.one_domain or self.config.exemplars in ("raw", "images"):
-            return images
-        return self.codec.decode(codec, self.codec.encode(codec, images))
+    def coded(self, data: LocalData, codec: Weights) -> Tensor:
+        """Return the codes of the task's images, in their order."""
+        return data.cached("codes", lambda _: self.codec.encode(codec, data.images))
+
+    def decoded(self, data: LocalData, codec: Weights) -> Tensor:
+        """Return the task's images as they are after the codec."""
+        return data.cached("decoded", lambda _: self.codec.decode(codec, self.coded(data, codec)))
+
+    def passed(self, data: LocalData, codec: Weights) -> Tensor:
+        """Return the task's images as they are trained on: like old ones, or only that would tell them apart."""
+        return data.images if self.keeps_images or not self.config.one_domain else self.decoded(data, codec)
 
     def recalled(self, memory: Memory, codec: Weights) -> ByClass:
         """Return the exemplars that are kept as images."""
         kept = {j: memory.codes[j] for j in sorted(memory.codes)}
-        if self.config.exemplars in ("raw", "images"):
-            return kept
-        return by_class(partial(self.codec.decode, codec), kept)
+        return kept if self.keeps_images else by_class(partial(self.codec.decode, codec), kept)
 
     def encoded(self, images: Tensor) -> Tensor:
         """Return f(images), with the weights last loaded."""
@@ -320,10 +331,10 @@ class Client:  # Algorithm 2
 
     @torch.no_grad()
     def look(self, memory: Memory, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:
-        new, some = shuffled(data), Memory({j: memory.codes[j] for j in classes if j in memory.codes})
+        new, some = shuffled_rows(data), Memory({j: memory.codes[j] for j in classes if j in memory.codes})
         made = self.made_up([j for j in classes if j in message.means], 1, message, data.generator)
         return Pictures(
-            real={j: new[j][0] for j in classes if j in new},
+            real={j: data.images[new[j][0]] for j in classes if j in new},
             kept={j: images[0] for j, images in self.recalled(some, message.codec).items()},
             made={j: images[0] for j, images in made.items()},
         )

@@ -14,10 +14,10 @@ IN_A_GROUP = 8  # channels, or a few more
 def normalisation(kind: str, channels: int) -> Norm:
     """Return a layer that normalises over the batch, or over groups of channels of each image by itself.
 
-    Groups keep no statistics of the data, so there are none that clients of different classes could disagree on. Wu and
-    He ("Group Normalization", ECCV 2018) find 8 or 16 channels in each best, and far fewer or all at once worse; of the
-    two, 8 leaves the narrowest layer, of 16, more than one group, and the small network's last maps, of 2x2, still 32
-    numbers in each. Where 8 does not divide the channels, as in some decoders, groups are the next larger ones that do.
+    Groups (Wu and He, "Group Normalization", ECCV 2018) keep no statistics of the data, so there are none that clients
+    of different classes could disagree on. Of 8 channels each, the narrowest layer, of 16, has more than one, and the
+    small network's last maps, of 2x2, still have 32 numbers in each. Where 8 does not divide the channels, as in some
+    decoders, groups are the next larger ones that do.
     """
     if kind == "batch":
         return nn.BatchNorm2d(channels)
