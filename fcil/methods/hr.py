@@ -267,9 +267,8 @@ class Client:  # Algorithm 2
         if old is not None:
             with torch.no_grad():
                 taught = old(batch.images)[0]  # 21: no decoder learns
-            each = each + c.distill * c.pull * given.old[batch.labels] * squared_error(
-                z, taught
-            )  # 20; 21: no decoder learns
+            kept = c.distill * c.pull * given.old[batch.labels] * squared_error(z, taught)  # 20
+            each = each + kept
         return (given.weight[batch.labels] * torch.where(batch.extra["made"], c.made_weight, 1.0) * each).mean()
 
     @remote
