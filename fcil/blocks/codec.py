@@ -26,7 +26,7 @@ from torch import Tensor
 from fcil.blocks.training import as_bytes, in_parts, loaded
 from fcil.errors import UserError, unknown
 from fcil.networks.compressor import BITS, Compressor
-from fcil.records import Weights
+from fcil.records import Weights, record
 
 KINDS = ("klt", "dct", "autoencoder", "webp")
 LOW = 32  # frequencies in each direction that are rotated
@@ -40,7 +40,11 @@ Shape = tuple[int, int, int]  # channels, height, width
 
 
 class Codec(Protocol):
-    """What turns images of one shape into codes of `size` bytes and back; what was fitted comes as `Weights`."""
+    """What turns images of one shape into codes of `size` bytes and back; what was fitted comes as `Weights`.
+
+    Those that code numbers have `numbers`, what a code keeps of each image before it is rounded, and `pictures`, the
+    images of such numbers, rounded as codes are.
+    """
 
     shape: Shape
     size: int
@@ -51,11 +55,12 @@ class Codec(Protocol):
     def decode(self, fitted: Weights, codes: Tensor) -> Tensor:
         """Return the images of codes, as uint8."""
 
-    def numbers(self, fitted: Weights, images: Tensor) -> Tensor:
-        """Return what a code keeps of each image before it is rounded: (N, kept) numbers."""
 
-    def pictures(self, fitted: Weights, numbers: Tensor) -> Tensor:
-        """Return the images of such numbers, as uint8, rounded as codes are."""
+@record
+class Statistics:
+    """What a codec has to know of one client's images; sums add up over clients."""
+
+    sums: Weights
 
 
 def build(kind: str, shape: Shape, size: int = 0) -> "TransformCodec | LearnedCodec | WebpCodec":
@@ -71,6 +76,19 @@ def build(kind: str, shape: Shape, size: int = 0) -> "TransformCodec | LearnedCo
     if kind == "webp":
         return WebpCodec(shape, size)
     return LearnedCodec(shape, size) if kind == "autoencoder" else TransformCodec(shape, size, rotates=kind == "klt")
+
+
+def named(spec: str, shape: Shape) -> "TransformCodec | LearnedCodec | WebpCodec | RawCodec":
+    """Return what keeps exemplars as a setting says: `raw`, or a codec and its bytes such as `webp:300`."""
+    kind, _, size = spec.partition(":")
+    if spec == "raw":
+        return RawCodec(shape)
+    if kind not in ("klt", "dct", "webp") or not size.isdecimal() or int(size) == 0:
+        raise UserError(
+            f"exemplar_codec={spec} is not allowed; "
+            "write raw, or klt, dct or webp with the bytes of a code, such as webp:300"
+        )
+    return build(kind, shape, int(size))
 
 
 def tenth(shape: Shape) -> int:
@@ -389,6 +407,23 @@ class WebpCodec:
             if best:
                 return best
             picture = picture.resize((max(1, picture.width // 2), max(1, picture.height // 2)))
+
+
+# -- none at all ------------------------------------------------------------------------------------------------------
+
+
+class RawCodec:
+    """Images as they are."""
+
+    def __init__(self, shape: Shape):
+        self.shape, self.size = shape, math.prod(shape)
+
+    def encode(self, fitted: Weights, images: Tensor) -> Tensor:
+        _check(images, self.shape)
+        return images
+
+    def decode(self, fitted: Weights, codes: Tensor) -> Tensor:
+        return codes
 
 
 def _check(images: Tensor, shape: Shape) -> None:

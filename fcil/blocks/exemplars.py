@@ -1,11 +1,19 @@
-"""Exemplars: which images, and how many of which class fit into a memory of so many bytes."""
+"""Exemplars: which images, how many of which class fit into a memory of so many bytes, and how they are given back.
+
+They may pass a codec. Then new images pass it, too, or the network would learn what was decoded in place of what is
+shown.
+"""
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from fcil.records import ByClass
+from fcil.blocks.codec import Codec
+from fcil.blocks.training import by_class
+from fcil.records import ByClass, Weights
 from fcil.scenario.tasks import LocalData
 
 
@@ -52,3 +60,53 @@ def shares(held: Mapping[int, int], room: int, unit: int, each: int, generator: 
             kept[hungry[i]] += 1
             left -= price
     return kept
+
+
+def quotas(codec: Codec, kept: ByClass, data: LocalData, room: int) -> dict[int, int]:
+    """Say how many exemplars of each class, kept or at hand, to keep from now on; of a class at hand all anew."""
+    held = {j: len(codes) for j, codes in kept.items()} | {j: len(data.of(j)) for j in data.classes()}
+    held = {j: held[j] for j in sorted(held)}
+    return {j: number for j, number in shares(held, room, codec.size, 0, data.generator).items() if number}
+
+
+def herded(features: ByClass, numbers: Mapping[int, int]) -> ByClass:
+    """Return which rows of each class come first, so many: those that keep the mean of the chosen near the class's.
+
+    Features are brought to length 1 first, and no row is chosen twice (Rebuffi et al., CVPR 2017, Algorithm 4). The
+    classes take their steps together: a GPU would spend its time on starting.
+    """
+    wanted = {j: min(numbers.get(j, 0), len(rows)) for j, rows in features.items()}
+    classes = [j for j in features if wanted[j]]
+    if not classes:
+        return {}
+    longest = max(len(features[j]) for j in classes)
+    unit = torch.stack([F.pad(F.normalize(features[j]), (0, 0, 0, longest - len(features[j]))) for j in classes])
+    sizes = torch.tensor([len(features[j]) for j in classes], device=unit.device)
+    free = torch.arange(longest, device=unit.device) < sizes[:, None]
+    middle, chosen, order = unit.sum(1) / sizes[:, None], torch.zeros_like(unit[:, 0]), []
+    for step in range(1, max(wanted.values()) + 1):
+        off = (middle[:, None] - (chosen[:, None] + unit) / step).square().sum(2)
+        best = off.masked_fill(~free, torch.inf).argmin(1)
+        order.append(best)
+        chosen = chosen + unit[torch.arange(len(classes), device=unit.device), best]
+        free = free.scatter(1, best[:, None], False)
+    rows = torch.stack(order, 1)
+    return {j: rows[i, : wanted[j]] for i, j in enumerate(classes)}
+
+
+def passed(codec: Codec, fitted: Weights, data: LocalData) -> Tensor:
+    """Return the task's images as the codec gives them back."""
+    return data.cached("passed", lambda _: codec.decode(fitted, codec.encode(fitted, data.images)))
+
+
+def recalled(codec: Codec, fitted: Weights, kept: ByClass) -> ByClass:
+    """Return kept exemplars as images, class after class."""
+    return by_class(partial(codec.decode, fitted), {j: kept[j] for j in sorted(kept)})
+
+
+def updated(
+    codec: Codec, fitted: Weights, kept: ByClass, data: LocalData, chosen: ByClass, keep: Mapping[int, int]
+) -> ByClass:
+    """Return what to keep from now on: `chosen` rows of images at hand, best first, and the heads of older lists."""
+    new = by_class(partial(codec.encode, fitted), {j: data.images[rows] for j, rows in chosen.items()})
+    return {j: (kept | new)[j][:number].clone() for j, number in keep.items() if j in kept or j in new}

@@ -17,6 +17,12 @@ def cross_entropy(logits: Tensor, labels: Tensor, classes: Tensor) -> Tensor:
     return F.cross_entropy(masked(logits, classes), labels)
 
 
+def binary_cross_entropy(logits: Tensor, target: Tensor, classes: Tensor) -> Tensor:
+    """Binary cross-entropy of every output among `classes` with its target, averaged over images and classes."""
+    each = F.binary_cross_entropy_with_logits(logits, target, reduction="none") * classes
+    return each.sum() / (len(logits) * classes.sum())
+
+
 def distillation(logits: Tensor, teacher: Tensor, classes: Tensor, temperature: float) -> Tensor:
     """T^2 times the KL divergence from the teacher's to the student's tempered softmax; 0 if `classes` has none."""
     target = F.softmax(_low(teacher, classes) / temperature, 1)

@@ -1,9 +1,12 @@
-"""The rounds of federated averaging, for methods that change nothing there."""
+"""What methods do with their clients that is not their own: federated averaging, and the fitting of a codec."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fcil.method import Clients
+from fcil.blocks.codec import Statistics, TransformCodec
+from fcil.method import Clients, remote
+from fcil.records import Done
+from fcil.scenario.tasks import LocalData, Task
 
 
 def fedavg(
@@ -14,3 +17,16 @@ def fedavg(
         updates = clients.ask(clients.sample(), train, server.broadcast())
         server.state.weights = updates.mean("weights")
         yield
+
+
+@remote
+def measure(client: Any, memory: Any, data: LocalData, message: Done) -> Statistics:
+    """Answer with what `client.codec` has to know; a client has it as `measure = measure`."""
+    return Statistics(client.codec.statistics(data.images))
+
+
+def fit_codec(server: Any, task: Task, clients: Clients, answer: Callable[..., Any]) -> None:
+    """Fit `server.codec` in the first task, from sums over all clients, where it has anything to fit."""
+    if isinstance(server.codec, TransformCodec) and task.index == 0 and clients.once("codec"):
+        replies = clients.ask(clients.everyone(), answer, Done())
+        server.state.codec = server.codec.fitted(replies.sum("sums"))

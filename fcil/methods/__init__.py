@@ -34,6 +34,7 @@ METHODS = {
     "fedprox": Entry("fcil.methods.fedprox", "reference", "finetune with a pull towards the global model"),
     "lwf": Entry("fcil.methods.lwf", "reference", "the last task's model teaches the new one; no memory"),
     "ewc": Entry("fcil.methods.ewc", "reference", "holds the weights that mattered before; no memory"),
+    "icarl": Entry("fcil.methods.icarl", "exemplars", "herded exemplars, old outputs as targets, nearest mean"),
     "hr": Entry(HR, "hybrid", "Hybrid Replay made to work: a fixed codec, one image domain"),
     "hr-mini": Entry(HR, "ablation", "with a tenth of the memory", {"memory_share": 0.1}),
     "hr-no-latents": Entry(HR, "ablation", "without exemplars: all old classes are made up", {"exemplars": "none"}),

@@ -23,9 +23,10 @@ from fcil.blocks.exemplars import labels_of, shares, shuffled_rows
 from fcil.blocks.losses import masked, squared_error
 from fcil.blocks.training import by_class, in_parts, loaded, normal, weights_of
 from fcil.errors import UserError
+from fcil.federation.rounds import fit_codec, measure
 from fcil.knobs import knob
 from fcil.method import Batch, Clients, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
-from fcil.records import ByClass, Done, Update, Weights, record
+from fcil.records import ByClass, Update, Weights, record
 from fcil.scenario.tasks import LocalData, Task, mask
 
 
@@ -77,13 +78,6 @@ class Model:
     means: ByClass  # of each class: the mean of what codes keep of its images, and the deviation
     deviations: ByClass
     error: Tensor  # of the last task's images: the codec's squared error, summed, and over how many numbers
-
-
-@record
-class Statistics:
-    """What the codec has to know of one client's images; sums add up over clients."""
-
-    sums: Weights
 
 
 @record
@@ -143,8 +137,9 @@ class Server:  # Algorithm 1
         return self.state  # 2
 
     def learn_task(self, task: Task, clients: Clients) -> Iterator[None]:  # 4
-        if task.index == 0:
-            yield from self.fit_codec(clients)
+        fit_codec(self, task, clients, Client.measure)
+        if isinstance(self.codec, LearnedCodec) and task.index == 0:
+            yield from self.train_codec(clients)
         if clients.once("align"):  # 5
             self.state.old_weights = {}  # nobody needs them yet
             proposals = clients.ask(clients.everyone(), Client.propose, self.broadcast())  # 6
@@ -158,16 +153,12 @@ class Server:  # Algorithm 1
         error = replies.sum("error")
         self.state.error = torch.zeros(2) if error is None else error  # 17
 
-    def fit_codec(self, clients: Clients) -> Iterator[None]:
-        """Sum up what the codec has to know; a learned one is trained by federated averaging."""
-        if isinstance(self.codec, TransformCodec) and clients.once("codec"):
-            replies = clients.ask(clients.everyone(), Client.measure, Done())
-            self.state.codec = self.codec.fitted(replies.sum("sums"))
-        if isinstance(self.codec, LearnedCodec):
-            for _ in clients.rounds(self.config.codec_rounds, "codec"):
-                updates = clients.ask(clients.sample(), Client.train_codec, Fitted(self.state.codec))
-                self.state.codec = updates.mean("weights")
-                yield
+    def train_codec(self, clients: Clients) -> Iterator[None]:
+        """Train a codec that is learned, by federated averaging."""
+        for _ in clients.rounds(self.config.codec_rounds, "codec"):
+            updates = clients.ask(clients.sample(), Client.train_codec, Fitted(self.state.codec))
+            self.state.codec = updates.mean("weights")
+            yield
 
     def align(self, task: Task, sums: ByClass, firsts: ByClass, seconds: ByClass, counts: ByClass) -> None:
         """Place the centroids of new classes beside the old ones, and keep the moments of their codes."""
@@ -188,6 +179,8 @@ class Server:  # Algorithm 1
 class Client:  # Algorithm 2
     """Replays what it has codes of and what it has not, trains, and keeps codes of what is new."""
 
+    measure = measure
+
     def __init__(self, config: Config, setting: Setting):
         self.config, self.setting, self.codec = config, setting, codec_of(config, setting)
         self.net, self.old = (setting.encoder(latent_size(config, setting)) for _ in range(2))  # 1
@@ -197,11 +190,6 @@ class Client:  # Algorithm 2
     def networks(self) -> dict[str, nn.Module]:
         learned = {"codec": self.codec.net} if isinstance(self.codec, LearnedCodec) else {}
         return {"net": self.net, "old": self.old, **learned}
-
-    @remote
-    def measure(self, memory: Memory, data: LocalData, message: Done) -> Statistics:
-        assert isinstance(self.codec, TransformCodec)
-        return Statistics(self.codec.statistics(data.images))
 
     @remote
     def train_codec(self, memory: Memory, data: LocalData, message: Fitted) -> Training[Update]:

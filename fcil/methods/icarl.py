@@ -1,0 +1,175 @@
+"""iCaRL: exemplars chosen by herding, old outputs as targets, classification by the nearest mean of exemplars.
+
+Rebuffi, Kolesnikov, Sperl and Lampert, "iCaRL: Incremental Classifier and Representation Learning", CVPR 2017, as the
+local training of each client inside federated averaging. Every output is a sigmoid; those of old classes are held
+where the old network had them, for new images and exemplars alike, and those of new classes learn the label. The head
+serves training only: an image belongs to the class whose exemplars' mean feature is nearest, means taken over all
+clients.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fcil.blocks.codec import named
+from fcil.blocks.exemplars import herded, labels_of, passed, quotas, recalled, updated
+from fcil.blocks.losses import binary_cross_entropy, masked
+from fcil.blocks.training import by_class, in_parts, loaded, weights_of
+from fcil.federation.rounds import fedavg, fit_codec, measure
+from fcil.knobs import knob
+from fcil.method import Batch, Clients, Fit, Method, Nets, Pool, Setting, Training, remote
+from fcil.records import ByClass, Update, Weights, record
+from fcil.scenario.tasks import LocalData, Task, mask
+
+
+@dataclass(frozen=True)
+class Config:
+    """The knobs."""
+
+    lr: float = knob(
+        1.0, "learning rate of the clients' SGD: large, since the loss is a mean over classes, too", above=0
+    )
+    exemplar_codec: str = knob("raw", "how exemplars are kept: raw, or klt, dct or webp and its bytes, as webp:300")
+    mask_absent_new: bool = knob(
+        False, "leave out new classes that a client has no image of, which else are pushed down"
+    )
+
+
+@record
+class Model:
+    """The server's state, and what it broadcasts."""
+
+    weights: Weights
+    old_weights: Weights  # the global model after the last task
+    new: Tensor  # classes of this task, as a mask
+    old: Tensor  # classes of earlier tasks
+    means: Tensor  # of the exemplars' features by class, of length 1; 0 where nobody has an exemplar
+    codec: Weights  # what was fitted of the exemplars' codec
+
+
+@record
+class Features:
+    """Sums of one client's normalised exemplar features, and of their mirror images where those count, by class."""
+
+    sums: ByClass
+    counts: ByClass
+
+
+@record
+class Given:
+    """What the loss needs of the message."""
+
+    old: Tensor
+    taught: Tensor  # classes whose outputs learn: all seen, as a mask
+
+
+@record
+class Memory:
+    """Exemplars by class, the best first."""
+
+    exemplars: ByClass = field(default_factory=dict)
+
+
+class Server:
+    """Averages what the clients train, and the means of their exemplars."""
+
+    def __init__(self, config: Config, setting: Setting):
+        net, self.codec = setting.classifier(), named(config.exemplar_codec, setting.shape)
+        nothing, width = mask((), setting.capacity), net.head.in_features
+        self.state = Model(weights_of(net), {}, nothing, nothing, torch.zeros(setting.capacity, width), {})
+
+    def broadcast(self) -> Model:
+        return self.state
+
+    def learn_task(self, task: Task, clients: Clients) -> Iterator[None]:
+        fit_codec(self, task, clients, Client.measure)
+        if clients.once("keep the old model"):
+            self.state.old_weights = self.state.weights if task.old else {}
+            self.state.new, self.state.old = (mask(own, len(self.state.new)) for own in (task.new, task.old))
+        yield from fedavg(self, clients, Client.train)
+        replies = clients.ask(clients.everyone(), Client.remember, self.broadcast())
+        self.average(replies.sum("sums") or {}, replies.sum("counts") or {})
+
+    def average(self, sums: ByClass, counts: ByClass) -> None:
+        """Take the mean of each class's features, and of their mirror images, each brought to length 1."""
+        means = torch.zeros_like(self.state.means)
+        for j, total in sums.items():
+            means[j] = F.normalize(F.normalize(total / counts[j]).mean(0), dim=0).to(means)
+        self.state.means = means
+
+
+class Client:
+    """Trains on new images and exemplars, and chooses new exemplars by herding."""
+
+    measure = measure
+
+    def __init__(self, config: Config, setting: Setting):
+        self.config, self.setting, self.codec = config, setting, named(config.exemplar_codec, setting.shape)
+        self.net, self.old = setting.classifier(), setting.classifier()
+
+    def networks(self) -> dict[str, nn.Module]:
+        return {"net": self.net, "old": self.old}
+
+    @remote
+    def train(self, memory: Memory, data: LocalData, message: Model) -> Training[Update]:
+        load = {"net": message.weights} | ({"old": message.old_weights} if message.old_weights else {})
+        pool = data.cached("pool", lambda _: self.pool(memory, data, message))
+        taught = message.new | message.old
+        if self.config.mask_absent_new:
+            taught = message.old | mask(tuple(data.classes()), len(message.new)).to(message.new.device)
+        trained = yield Fit(
+            loss, load, ("net",), pool, self.config.lr, Given(message.old, taught), momentum=0.0, weight_decay=1e-5
+        )  # fmt: skip
+        return Update(trained.weights, trained.count)
+
+    def pool(self, memory: Memory, data: LocalData, message: Model) -> Pool:
+        """Put exemplars beside the images of the task."""
+        own = {j: codes for j, codes in memory.exemplars.items() if j not in data.classes()}
+        replay = recalled(self.codec, message.codec, own)
+        images = torch.cat([passed(self.codec, message.codec, data), *replay.values()])
+        return Pool(images, torch.cat([data.labels, labels_of(replay).to(data.labels)]))
+
+    @remote
+    @torch.no_grad()
+    def remember(self, memory: Memory, data: LocalData, message: Model) -> Features:
+        loaded(self.net, message.weights)
+        images = passed(self.codec, message.codec, data)
+        keep = quotas(self.codec, memory.exemplars, data, self.setting.budget.at(data.task))
+        features = by_class(self.features, {j: images[data.labels == j] for j in data.classes()})
+        chosen = herded(features, keep)
+        rows = {j: (data.labels == j).nonzero()[:, 0][own] for j, own in chosen.items()}
+        memory.exemplars = updated(self.codec, message.codec, memory.exemplars, data, rows, keep)
+        return self.sums(recalled(self.codec, message.codec, memory.exemplars))
+
+    def sums(self, exemplars: ByClass) -> Features:
+        """Add up the normalised features of each class's exemplars, and of their mirror images in a row of its own."""
+        views = [exemplars]
+        if self.setting.augment == "crop-flip":  # where training takes an image and its mirror image for the same
+            views.append({j: images.flip(3) for j, images in exemplars.items()})
+        found = [by_class(self.features, view) for view in views]
+        sums = {j: torch.stack([F.normalize(own[j]).sum(0) for own in found]) for j in exemplars}
+        return Features(sums, {j: torch.tensor(len(images)) for j, images in exemplars.items()})
+
+    def features(self, images: Tensor) -> Tensor:
+        """Return features with the weights last loaded."""
+        return in_parts(self.net.features, images, max(1, 2**17 // images[0].numel()) if len(images) else 1)
+
+    def predict(self, message: Model, images: Tensor) -> Tensor:
+        features = F.normalize(loaded(self.net, message.weights).features(images))  # type: ignore[operator]
+        return masked(features @ message.means.T, message.means.any(1))
+
+
+def loss(nets: Nets, batch: Batch, given: Given) -> Tensor:
+    """Cross-entropy of each output; the targets of old classes are what the old network says."""
+    logits = nets["net"](batch.images)
+    target = F.one_hot(batch.labels, logits.shape[1]).to(logits)
+    if "old" in nets:
+        with torch.no_grad():
+            target = torch.where(given.old, nets["old"](batch.images).sigmoid(), target)
+    return binary_cross_entropy(logits, target, given.taught)
+
+
+METHOD = Method(Config, Server, Client, Memory)
