@@ -99,9 +99,10 @@ def run(
 def methods(name: Annotated[str, typer.Argument(help="Show every knob of this method.")] = "") -> None:
     """List the methods, or the knobs of one."""
     if not name:
-        table = plain_table("method", "family", "on a GPU", "what it does")
+        table = plain_table("method", "family", "what it does; whose it is, what a client keeps and sends, on a GPU")
         for key, entry in METHODS.items():
-            table.add_row(key, entry.family, "captured" if entry.captured else "eager", entry.sentence)
+            facts = f"{entry.paper or 'no paper'}; keeps {entry.keeps}; sends {entry.sends}; {entry.on_a_gpu}"
+            table.add_row(key, entry.family, entry.sentence + (f"\n{facts}" if not entry.preset else ""))
         return console.print(table)
     from fcil.methods import method
 

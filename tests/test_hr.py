@@ -27,7 +27,7 @@ from fcil.federation import engine
 from fcil.federation.calls import Call
 from fcil.federation.loop import Line, learn
 from fcil.method import Batch, Fit, Pictures
-from fcil.methods import HR, METHODS, hr
+from fcil.methods import METHODS, hr
 from fcil.methods.hr import Client, Config, Fitted, Given, Memory, Model, Proposal
 from fcil.plan import plan
 from fcil.records import Done, Weights, flatten, read_tensors, size_in_bytes
@@ -37,7 +37,7 @@ from fcil.scenario.scenario import Scenario
 from fcil.scenario.tasks import LocalData
 from tests.conftest import TINY, tiny_plan
 
-ABLATIONS = [name for name, entry in METHODS.items() if entry.module == HR and entry.preset]
+ABLATIONS = [name for name, entry in METHODS.items() if entry.module == hr.__name__ and entry.preset]
 SKEWED = replace(TINY, alpha=0.05, train_limit=40, test_limit=20)  # most clients miss a class
 FEW = replace(SKEWED, clients=12, active=4, train_limit=4, alpha=1.0)  # eight images of a task for twelve clients
 QUICK = {"rounds": 2, "steps": 2, "align_steps": 300}

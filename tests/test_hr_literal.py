@@ -31,7 +31,7 @@ from fcil.federation.calls import Call
 from fcil.federation.loop import Line, learn
 from fcil.files import sha256
 from fcil.method import Batch, Fit
-from fcil.methods import HR_LITERAL, METHODS, hr_literal
+from fcil.methods import METHODS, hr_literal
 from fcil.methods.hr_literal import Client, Memory, Model, Proposal, Remembered
 from fcil.records import Weights, flatten, read_tensors, size_in_bytes, write_tensors
 from fcil.results import gallery
@@ -42,7 +42,7 @@ from fcil.scenario.scenario import Scenario
 from fcil.scenario.tasks import LocalData
 from tests.conftest import TINY, tiny_plan
 
-ABLATIONS = [name for name, entry in METHODS.items() if entry.module == HR_LITERAL and entry.preset]
+ABLATIONS = [name for name, entry in METHODS.items() if entry.module == hr_literal.__name__ and entry.preset]
 SKEWED = replace(TINY, alpha=0.05, train_limit=40, test_limit=20)  # most clients miss a class
 QUICK = {"rounds": 2, "steps": 2, "align_steps": 300}
 REST = 2 ** (1 / 6)

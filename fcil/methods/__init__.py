@@ -24,44 +24,71 @@ class Entry(NamedTuple):
     sentence: str
     preset: Mapping[str, Any] = MappingProxyType({})  # the knobs that make an ablation of its file's method
     captured: bool = True  # whether a GPU replays its trainings as graphs; if not, they run in a loop
+    paper: str = ""  # whose it is, and of which year
+    keeps: str = "nothing"  # on a client, from task to task
+    sends: str = "weights"  # what leaves a client
+
+    @property
+    def on_a_gpu(self) -> str:
+        """How a GPU does its trainings, in a word."""
+        return "captured" if self.captured else "eager"
 
 
-HR, HR_LITERAL = "fcil.methods.hr", "fcil.methods.hr_literal"
+_hr = partial(
+    Entry, "fcil.methods.hr", paper="Khademi Nori et al. 2025, ours",
+    keeps="codes", sends="weights, class means, moments of images",
+)  # fmt: skip
+_literal = partial(
+    Entry, "fcil.methods.hr_literal", paper="Khademi Nori et al. 2025", keeps="codes", sends="weights, class means"
+)
 
 METHODS = {
     "finetune": Entry("fcil.methods.finetune", "bound", "learns each task's data, forgets the rest: lower bound"),
-    "joint": Entry("fcil.methods.joint", "bound", "clients keep every image they ever had: upper bound"),
-    "fedprox": Entry("fcil.methods.fedprox", "reference", "finetune with a pull towards the global model"),
-    "lwf": Entry("fcil.methods.lwf", "reference", "the last task's model teaches the new one; no memory"),
-    "ewc": Entry("fcil.methods.ewc", "reference", "holds the weights that mattered before; no memory"),
-    "icarl": Entry("fcil.methods.icarl", "exemplars", "herded exemplars, old outputs as targets, nearest mean"),
-    "hr": Entry(HR, "hybrid", "Hybrid Replay made to work: a fixed codec, one image domain"),
-    "hr-mini": Entry(HR, "ablation", "with a tenth of the memory", {"memory_share": 0.1}),
-    "hr-no-latents": Entry(HR, "ablation", "without exemplars: all old classes are made up", {"exemplars": "none"}),
-    "hr-perfect": Entry(
-        HR, "bound", "keeps images where it would keep codes: ten times the memory", {"exemplars": "images"}
+    "joint": Entry(
+        "fcil.methods.joint", "bound", "clients keep every image they ever had: upper bound", keeps="every image"
     ),
-    "hr-no-kd": Entry(HR, "ablation", "without distillation", {"distill": 0.0}),
-    "hr-no-global": Entry(HR, "ablation", "makes up no images of classes that others hold", {"global_replay": False}),
-    "hr-rfa": Entry(HR, "ablation", "with repulsion in place of the Lennard-Jones potential", {"alignment": "rfa"}),
-    "hr-literal": Entry(HR_LITERAL, "hybrid", "Hybrid Replay as in its paper, errors corrected"),
-    "hr-literal-mini": Entry(HR_LITERAL, "ablation", "with a tenth of the memory", {"memory_share": 0.1}),
-    "hr-literal-no-latents": Entry(
-        HR_LITERAL, "ablation", "without exemplars: all old classes are made up", {"exemplars": "none"}
+    "fedprox": Entry(
+        "fcil.methods.fedprox", "reference", "finetune with a pull towards the global model", paper="Li et al. 2020"
     ),
-    "hr-literal-perfect": Entry(
-        HR_LITERAL, "bound", "keeps images where it would keep codes: ten times the memory", {"exemplars": "images"}
+    "lwf": Entry(
+        "fcil.methods.lwf", "reference", "the last task's model teaches the new one; no memory",
+        paper="Li and Hoiem 2016",
     ),
-    "hr-literal-no-kd": Entry(
-        HR_LITERAL, "ablation", "without distillation", {"distill_codes": 0.0, "distill_images": 0.0}
+    "ewc": Entry(
+        "fcil.methods.ewc", "reference", "holds the weights that mattered before; no memory",
+        paper="Kirkpatrick et al. 2017", sends="weights, how much each mattered",
     ),
-    "hr-literal-no-global": Entry(
-        HR_LITERAL, "ablation", "makes up no images of classes that others hold", {"global_replay": False}
+    "icarl": Entry(
+        "fcil.methods.icarl", "exemplars", "herded exemplars, old outputs as targets, nearest mean",
+        paper="Rebuffi et al. 2017", keeps="exemplars", sends="weights, means of exemplars' features",
     ),
-    "hr-literal-rfa": Entry(
-        HR_LITERAL, "ablation", "with repulsion in place of the Lennard-Jones potential", {"alignment": "rfa"}
+    "hr": _hr("hybrid", "Hybrid Replay made to work: a fixed codec, one image domain"),
+    "hr-mini": _hr("ablation", "with a tenth of the memory", {"memory_share": 0.1}),
+    "hr-no-latents": _hr(
+        "ablation", "without exemplars: all old classes are made up", {"exemplars": "none"}, keeps="nothing"
     ),
-}
+    "hr-perfect": _hr(
+        "bound", "keeps images where it would keep codes: ten times the memory", {"exemplars": "images"}, keeps="images"
+    ),
+    "hr-no-kd": _hr("ablation", "without distillation", {"distill": 0.0}),
+    "hr-no-global": _hr("ablation", "makes up no images of classes that others hold", {"global_replay": False}),
+    "hr-rfa": _hr("ablation", "with repulsion in place of the Lennard-Jones potential", {"alignment": "rfa"}),
+    "hr-literal": _literal("hybrid", "Hybrid Replay as in its paper, errors corrected"),
+    "hr-literal-mini": _literal("ablation", "with a tenth of the memory", {"memory_share": 0.1}),
+    "hr-literal-no-latents": _literal(
+        "ablation", "without exemplars: all old classes are made up", {"exemplars": "none"}, keeps="nothing"
+    ),
+    "hr-literal-perfect": _literal(
+        "bound", "keeps images where it would keep codes: ten times the memory", {"exemplars": "images"}, keeps="images"
+    ),
+    "hr-literal-no-kd": _literal("ablation", "without distillation", {"distill_codes": 0.0, "distill_images": 0.0}),
+    "hr-literal-no-global": _literal(
+        "ablation", "makes up no images of classes that others hold", {"global_replay": False}
+    ),
+    "hr-literal-rfa": _literal(
+        "ablation", "with repulsion in place of the Lennard-Jones potential", {"alignment": "rfa"}
+    ),
+}  # fmt: skip
 
 DEFAULT = "hr"  # what `fcil run` runs
 
