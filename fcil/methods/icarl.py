@@ -29,9 +29,9 @@ from fcil.scenario.tasks import LocalData, Task, mask
 class Config:
     """The knobs."""
 
-    lr: float = knob(
-        1.0, "learning rate of the clients' SGD: large, since the loss is a mean over classes, too", above=0
-    )
+    lr: float = knob(1.0, "learning rate: large, since the loss is a mean over classes, too", above=0)
+    momentum: float = knob(0.0, "momentum, in place of the protocol's", least=0, most=0.999)
+    weight_decay: float = knob(1e-5, "weight decay, in place of the protocol's", least=0)
     exemplar_codec: str = knob("raw", "how exemplars are kept: raw, or klt, dct or webp and its bytes, as webp:300")
     mask_absent_new: bool = knob(
         False, "leave out new classes that a client has no image of, which else are pushed down"
@@ -120,9 +120,8 @@ class Client:
         taught = message.new | message.old
         if self.config.mask_absent_new:
             taught = message.old | mask(tuple(data.classes()), len(message.new)).to(message.new.device)
-        trained = yield Fit(
-            loss, load, ("net",), pool, self.config.lr, Given(message.old, taught), momentum=0.0, weight_decay=1e-5
-        )  # fmt: skip
+        c, given = self.config, Given(message.old, taught)
+        trained = yield Fit(loss, load, ("net",), pool, c.lr, given, momentum=c.momentum, weight_decay=c.weight_decay)
         return Update(trained.weights, trained.count)
 
     def pool(self, memory: Memory, data: LocalData, message: Model) -> Pool:
