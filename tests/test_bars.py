@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from fcil.experiment import run
+from fcil.methods import METHODS
 
 pytestmark = pytest.mark.bars
 needs_data = pytest.mark.skipif("FCIL_DATA" not in os.environ, reason="FCIL_DATA names no folder of datasets")
@@ -25,6 +26,20 @@ def test_hybrid_replay_as_printed_forgets_less_than_fine_tuning_on_digits(seed: 
     final = {name: run(name, seed=seed, out=tmp_path / name, device="cpu")["final"] for name in names}
     assert final["hr-literal"] > final["finetune"] + 30
     assert final["hr-literal-perfect"] > 90 > max(final["hr-literal-no-global"], final["hr-literal-no-latents"])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_hybrid_replay_is_near_joint_training_on_digits(seed: int, tmp_path: Path) -> None:
+    """In 640 bytes a client, with codes of 12 of an image's 64."""
+    result = run("hr", seed=seed, out=tmp_path, device="cpu")
+    assert result["final"] > 94 and result["forgetting"] < 5 and result["memory_bytes"] <= 640
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("method", [name for name, entry in METHODS.items() if entry.family == "exemplars"])
+def test_exemplars_help_on_digits(method: str, seed: int, tmp_path: Path) -> None:
+    final = {name: run(name, seed=seed, out=tmp_path / name, device="cpu")["final"] for name in (method, "finetune")}
+    assert final["finetune"] + 30 < final[method] < 99
 
 
 @needs_data
