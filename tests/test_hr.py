@@ -957,7 +957,7 @@ def test_where_nobody_measured_has_an_image_the_codec_is_that_of_images_in_gener
 
 
 def test_a_memory_smaller_than_a_code_is_refused() -> None:
-    sentence = "a client may keep 9 bytes and a code takes 12; allow more memory, or set code_bytes to 9 at most"
+    sentence = "a client may keep 9 bytes and an exemplar takes 12; set a larger memory, or a smaller code_bytes"
     with pytest.raises(UserError, match=f"^{sentence}$"):
         assemble(tiny_plan("hr", SKEWED, memory=0.1), "cpu", scenario(SKEWED))
     for way_out in ({"memory": 0.2}, {"memory": 0.1, "code_bytes": 9}, {"memory": 0.1, "exemplars": "none"}):

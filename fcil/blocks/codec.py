@@ -88,7 +88,10 @@ def named(spec: str, shape: Shape) -> "TransformCodec | LearnedCodec | WebpCodec
             f"exemplar_codec={spec} is not allowed; "
             "write raw, or klt, dct or webp with the bytes of a code, such as webp:300"
         )
-    return build(kind, shape, int(size))
+    try:
+        return build(kind, shape, int(size))
+    except UserError as error:
+        raise UserError(str(error).replace("code_bytes=", f"exemplar_codec={kind}:")) from None
 
 
 def tenth(shape: Shape) -> int:
@@ -372,6 +375,8 @@ class WebpCodec:
     least = 64  # bytes, in which some picture always fits
 
     def __init__(self, shape: Shape, size: int):
+        if shape[0] not in (1, 3):
+            raise UserError(f"webp has images of 1 or 3 channels, not of {shape[0]}; choose klt or dct")
         if size < self.least:
             raise UserError(f"code_bytes={size} is not allowed with webp; a file takes at least {self.least}")
         self.shape, self.size = shape, size

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from fcil.blocks.codec import Codec
 from fcil.blocks.training import by_class
+from fcil.errors import UserError
 from fcil.records import ByClass, Weights
 from fcil.scenario.tasks import LocalData
 
@@ -34,7 +35,7 @@ def shuffled(data: LocalData) -> ByClass:
 
 def labels_of(rows: ByClass) -> Tensor:
     """Return a label for each row, class after class."""
-    return torch.tensor([j for j, own in rows.items() for _ in own], dtype=torch.int64)
+    return torch.tensor([j for j, own in rows.items() for _ in range(len(own))], dtype=torch.int64)
 
 
 def shares(held: Mapping[int, int], room: int, unit: int, each: int, generator: torch.Generator) -> dict[int, int]:
@@ -60,6 +61,12 @@ def shares(held: Mapping[int, int], room: int, unit: int, each: int, generator: 
             kept[hungry[i]] += 1
             left -= price
     return kept
+
+
+def room_for_one(size: int, room: int, knob: str) -> None:
+    """Refuse a memory that is there but holds not a single exemplar of `size` bytes; none at all is an experiment."""
+    if 0 < room < size:
+        raise UserError(f"a client may keep {room} bytes and an exemplar takes {size}; set a larger memory, or {knob}")
 
 
 def quotas(codec: Codec, kept: ByClass, data: LocalData, room: int) -> dict[int, int]:

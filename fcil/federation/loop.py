@@ -30,7 +30,7 @@ def learn(scenario: Scenario, server: Server, clients: Door, engine: Engine) -> 
         for _ in server.learn_task(task, clients):
             clients.finish()
             every = clients.protocol.evaluate_every
-            if every and (clients.round + 1) % every == 0:
+            if every and clients.stage == "train" and (clients.round + 1) % every == 0:
                 where = {"task": task.index, "stage": clients.stage, "round": clients.round, "rounds": clients.of}
                 yield {"kind": "evaluation", **where, **_counted(task, *parts)}
             yield _round_line(clients)  # last: a run that stops here has the whole round in its ledger

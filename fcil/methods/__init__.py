@@ -68,7 +68,7 @@ METHODS = {
         "ablation", "without exemplars: all old classes are made up", {"exemplars": "none"}, keeps="nothing"
     ),
     "hr-perfect": _hr(
-        "bound", "keeps images where it would keep codes: ten times the memory", {"exemplars": "images"}, keeps="images"
+        "bound", "keeps images where it would keep codes, as many", {"exemplars": "images"}, keeps="images"
     ),
     "hr-no-kd": _hr("ablation", "without distillation", {"distill": 0.0}),
     "hr-no-global": _hr("ablation", "makes up no images of classes that others hold", {"global_replay": False}),
@@ -79,7 +79,7 @@ METHODS = {
         "ablation", "without exemplars: all old classes are made up", {"exemplars": "none"}, keeps="nothing"
     ),
     "hr-literal-perfect": _literal(
-        "bound", "keeps images where it would keep codes: ten times the memory", {"exemplars": "images"}, keeps="images"
+        "bound", "keeps images where it would keep codes, as many", {"exemplars": "images"}, keeps="images"
     ),
     "hr-literal-no-kd": _literal("ablation", "without distillation", {"distill_codes": 0.0, "distill_images": 0.0}),
     "hr-literal-no-global": _literal(

@@ -1,8 +1,8 @@
 """Hybrid Replay made to work on natural images: the default method.
 
 The algorithm of Khademi Nori, Kim and Wang (ICLR 2025), with the numbers of its lines at the line ends: `Server` is
-Algorithm 1 and `Client` is Algorithm 2. Two things differ from `hr-literal`, which collapses (RESULTS.md; PAPER.md
-says why each was chosen):
+Algorithm 1 and `Client` is Algorithm 2. What differs from `hr-literal`, which collapses, is in PAPER.md from item 45;
+two things matter most:
 
 - Codes come from a codec that is fitted once, in the first task, and never changes, so that nothing drifts and nothing
   is encoded twice. The encoder is free to classify.
@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from fcil.blocks import centroids as placing
 from fcil.blocks.codec import KINDS, LearnedCodec, TransformCodec, WebpCodec, build
-from fcil.blocks.exemplars import labels_of, shares, shuffled_rows
+from fcil.blocks.exemplars import labels_of, room_for_one, shares, shuffled_rows
 from fcil.blocks.losses import masked, squared_error
 from fcil.blocks.training import by_class, in_parts, loaded, normal, weights_of
-from fcil.errors import UserError
 from fcil.federation.rounds import fit_codec, measure
 from fcil.knobs import knob
 from fcil.method import Batch, Clients, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
@@ -43,7 +42,7 @@ class Config:
         "pull", "what draws an image to its centroid: the squared distance of Eq. 7, or a softmax over them",
         choices=("pull", "softmax"),
     )  # fmt: skip
-    pull: float = knob(1 / 30, "lambda of Eq. 7 over an image's numbers, where loss=pull", above=0)
+    pull: float = knob(1 / 30, "lambda of Eq. 7 over an image's numbers; also scales distillation", above=0)
     temperature: float = knob(2.5, "of the softmax over negative squared distances, where loss=softmax", above=0)
     balance: float = knob(0.0, "0: images weigh alike; 1: the classes that a client has do", least=0, most=1)
     alignment: str = knob("lennard-jones", "how the server places new centroids", choices=tuple(placing.ALIGNMENTS))
@@ -221,7 +220,10 @@ class Client:  # Algorithm 2
         pool = data.cached("interleaved", lambda generator: self.interleaved(memory, data, message, generator))
         fit = Fit(self.loss, load, ("net",), pool, self.config.lr, self.given(pool, data.task, message))
         trained = yield fit  # 15-17, 22-25
-        return Update(trained.weights, trained.count)
+        own = data.cached(
+            "own", lambda _: int((~pool.extra["made"]).sum())
+        )  # what is made up is no reason to weigh more
+        return Update(trained.weights, min(trained.count, max(1, own)))
 
     @torch.no_grad()
     def interleaved(self, memory: Memory, data: LocalData, message: Model, generator: torch.Generator) -> Pool:
@@ -329,13 +331,12 @@ class Client:  # Algorithm 2
 
 def codec_of(config: Config, setting: Setting) -> TransformCodec | LearnedCodec | WebpCodec:
     """Return the codec that the knobs ask for."""
-    size = config.code_bytes or min(math.prod(setting.shape), max(12, round(math.prod(setting.shape) / 10)))
-    room = setting.budget.per_client
-    if config.exemplars == "codes" and 0 < room < size:
-        raise UserError(
-            f"a client may keep {room} bytes and a code takes {size}; "
-            f"allow more memory, or set code_bytes to {room} at most"
-        )
+    numbers = math.prod(setting.shape)
+    least = WebpCodec.least if config.codec == "webp" else 12  # fewer bytes hold nothing of a digit
+    size = config.code_bytes or min(numbers, max(least, round(numbers / 10)))
+    if config.exemplars in ("codes", "raw"):
+        room = int(config.memory_share * setting.budget.per_client)
+        room_for_one(numbers if config.exemplars == "raw" else size, room, "a smaller code_bytes")
     return build(config.codec, setting.shape, size)
 
 

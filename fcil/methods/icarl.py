@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fcil.blocks.codec import named
-from fcil.blocks.exemplars import herded, labels_of, passed, quotas, recalled, updated
+from fcil.blocks.exemplars import herded, labels_of, passed, quotas, recalled, room_for_one, updated
 from fcil.blocks.losses import binary_cross_entropy, masked
 from fcil.blocks.training import by_class, in_parts, loaded, weights_of
 from fcil.federation.rounds import fedavg, fit_codec, measure
@@ -109,6 +109,7 @@ class Client:
     def __init__(self, config: Config, setting: Setting):
         self.config, self.setting, self.codec = config, setting, named(config.exemplar_codec, setting.shape)
         self.net, self.old = setting.classifier(), setting.classifier()
+        room_for_one(self.codec.size, setting.budget.per_client, "another exemplar_codec")
 
     def networks(self) -> dict[str, nn.Module]:
         return {"net": self.net, "old": self.old}
@@ -157,14 +158,17 @@ class Client:
         return in_parts(self.net.features, images, max(1, 2**17 // images[0].numel()) if len(images) else 1)
 
     def predict(self, message: Model, images: Tensor) -> Tensor:
-        features = F.normalize(loaded(self.net, message.weights).features(images))  # type: ignore[operator]
-        return masked(features @ message.means.T, message.means.any(1))
+        features = loaded(self.net, message.weights).features(images)  # type: ignore[operator]
+        known = message.means.any(1)
+        nearest = masked(F.normalize(features) @ message.means.T, known)
+        by_head = masked(self.net.head(features), message.new | message.old)
+        return torch.where((known & message.new).any(), nearest, by_head)  # inside a task no new class has a mean yet
 
 
 def loss(nets: Nets, batch: Batch, given: Given) -> Tensor:
     """Cross-entropy of each output; the targets of old classes are what the old network says."""
     logits = nets["net"](batch.images)
-    target = F.one_hot(batch.labels, logits.shape[1]).to(logits)
+    target = (batch.labels[:, None] == torch.arange(logits.shape[1], device=logits.device)).to(logits)
     if "old" in nets:
         with torch.no_grad():
             target = torch.where(given.old, nets["old"](batch.images).sigmoid(), target)

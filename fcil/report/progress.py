@@ -44,7 +44,7 @@ class Clock:
         self.rounds = wanted.protocol.rounds
         self.classes = wanted.benchmark.classes_per_task
         self.work, self.done, self.first = self.tasks * self.rounds, 0, -1
-        self.task = self.round = 0
+        self.task, self.round, self.of, self.stage = 0, 0, self.rounds, "train"
         self.row: tuple[list[int], list[int]] | None = None
         self.begun = self.said = time.monotonic()
         self.at_task_end = False
@@ -57,7 +57,9 @@ class Clock:
         if "correct" in line:
             self.row = line["correct"], line["total"]
         if line["kind"] == "round":
-            self.round = line["round"] + 1
+            self.round, self.of, self.stage = line["round"] + 1, line["rounds"], line["stage"]
+            if self.stage != "train":  # rounds beside the protocol's: how long the rest takes is told by those
+                return False
         self.done = (
             (self.task + 1) * self.rounds
             if self.at_task_end
@@ -69,7 +71,11 @@ class Clock:
 
     def place(self) -> str:
         """Say where the run stands, in few words."""
-        return f"task {self.task + 1}/{self.tasks} round {self.round}/{self.rounds} {self.accuracy()}"
+        return f"task {self.task + 1}/{self.tasks} {self.beside()}round {self.round}/{self.of} {self.accuracy()}"
+
+    def beside(self) -> str:
+        """Name the stage, where it is not the usual one."""
+        return "" if self.stage == "train" else f"{self.stage}, "
 
     def accuracy(self) -> str:
         """Say the accuracy on all classes so far, as last measured."""
@@ -88,7 +94,8 @@ class Clock:
         after = f", {left}" if left else ""
         if not self.at_task_end or self.row is None:
             so_far = f", {self.accuracy()} so far" if self.row else ""
-            return f"task {self.task + 1} of {self.tasks}, round {self.round} of {self.rounds}{so_far}{after}"
+            where = f"task {self.task + 1} of {self.tasks}, {self.beside()}round {self.round} of {self.of}"
+            return where + so_far + after
         seen = (self.task + 1) * self.classes
         return f"task {self.task + 1} of {self.tasks} learned: {self.accuracy()} on all {seen} classes so far{after}"
 

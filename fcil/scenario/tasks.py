@@ -40,7 +40,8 @@ class Task:
 
 def mask(classes: tuple[int, ...], capacity: int) -> Tensor:
     """Return a boolean vector of length `capacity` that is true at `classes`."""
-    return torch.tensor([j in set(classes) for j in range(capacity)])
+    chosen = set(classes)
+    return torch.tensor([j in chosen for j in range(capacity)])
 
 
 @dataclass(frozen=True)
