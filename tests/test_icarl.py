@@ -243,9 +243,8 @@ def test_one_client_is_the_centralised_algorithm(monkeypatch: pytest.MonkeyPatch
     """Weights, exemplars and class means of a plain reference in float64, twelve steps in three tasks."""
     monkeypatch.setattr(reference, "MOMENTUM", 0.0)
     monkeypatch.setattr(reference, "DECAY", 1e-5)
-    how = {**reference.PROTOCOL, "momentum": 0.0, "weight_decay": 1e-5}
     alone = replace(TINY, clients=1, active=1, train_limit=30, test_limit=5)
-    parts = assemble(plan("icarl", alone, settings=how), "cpu")
+    parts = assemble(plan("icarl", alone, settings=reference.PROTOCOL), "cpu")
     w, tasks = {n: t.clone() for n, t in parts.server.state.weights.items()}, []
     for task in parts.scenario.tasks:
         parts.scenario.begin(task)

@@ -30,8 +30,8 @@ class Config:
     """The knobs."""
 
     lr: float = knob(1.0, "learning rate: large, since the loss is a mean over classes, too", above=0)
-    momentum: float = knob(0.0, "momentum, in place of the protocol's", least=0, most=0.999)
-    weight_decay: float = knob(1e-5, "weight decay, in place of the protocol's", least=0)
+    sgd_momentum: float = knob(0.0, "momentum, in place of the protocol's", least=0, most=0.999)
+    sgd_decay: float = knob(1e-5, "weight decay, in place of the protocol's", least=0)
     exemplar_codec: str = knob("raw", "how exemplars are kept: raw, or klt, dct or webp and its bytes, as webp:300")
     mask_absent_new: bool = knob(
         False, "leave out new classes that a client has no image of, which else are pushed down"
@@ -122,7 +122,7 @@ class Client:
         if self.config.mask_absent_new:
             taught = message.old | mask(tuple(data.classes()), len(message.new)).to(message.new.device)
         c, given = self.config, Given(message.old, taught)
-        trained = yield Fit(loss, load, ("net",), pool, c.lr, given, momentum=c.momentum, weight_decay=c.weight_decay)
+        trained = yield Fit(loss, load, ("net",), pool, c.lr, given, momentum=c.sgd_momentum, weight_decay=c.sgd_decay)
         return Update(trained.weights, trained.count)
 
     def pool(self, memory: Memory, data: LocalData, message: Model) -> Pool:
