@@ -335,7 +335,7 @@ def codec_of(config: Config, setting: Setting) -> TransformCodec | LearnedCodec 
     least = WebpCodec.least if config.codec == "webp" else 12  # fewer bytes hold nothing of a digit
     size = config.code_bytes or min(numbers, max(least, round(numbers / 10)))
     if config.exemplars in ("codes", "raw"):
-        room = int(config.memory_share * setting.budget.per_client)
+        room = setting.budget.per_client  # a share of it may be too small: hr-mini keeps nothing then
         room_for_one(numbers if config.exemplars == "raw" else size, room, "a smaller code_bytes")
     return build(config.codec, setting.shape, size)
 
