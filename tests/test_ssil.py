@@ -233,8 +233,8 @@ def objective(v: Numbers, w_old: Numbers | None, x: Tensor, y: Tensor, task: int
 
 
 def sgd(
-    w: Numbers, w_old: Numbers | None, pools: list[tuple[Tensor, Tensor]], task: int, terms: dict[str, float], round: int,
-    step: int,
+    w: Numbers, w_old: Numbers | None, pools: list[tuple[Tensor, Tensor]], task: int, terms: dict[str, float],
+    round: int, step: int,
 ) -> Numbers:  # fmt: skip
     w = {name: value.detach().clone() for name, value in w.items()}
     learned = {name: value.requires_grad_() for name, value in w.items() if plain.is_parameter(name)}

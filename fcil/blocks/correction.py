@@ -1,4 +1,4 @@
-"""A correction of a head's outputs, alpha o + beta, with a pair for each class; those of a task have theirs in common."""
+"""A correction of a head's outputs, alpha o + beta: each class has a pair, and those of a task the same one."""
 
 import torch
 from torch import Tensor
@@ -31,4 +31,5 @@ def newton_step(pair: Tensor, gradient: Tensor, curvature: Tensor, hold: Tensor)
     """
     slope = gradient + hold * (pair - pair.new_tensor([1.0, 0.0]))
     step = torch.linalg.solve(curvature + hold.diag(), slope)
-    return pair - step / step.norm().clamp_min(1.0)
+    moved: Tensor = pair - step / torch.linalg.vector_norm(step).clamp_min(1.0)
+    return moved

@@ -191,7 +191,7 @@ class Client:
             old = {j: n for j, n in keep.items() if j in data.task.old}
             each = max(1, round(share * sum(keep.values()) / max(1, len(keep))))
             new = {j: min(each, len(data.of(j)) - 1) for j in data.classes() if j in data.task.new}
-            return keep, shares(old, math.ceil(share * sum(old.values())), 1, 0, generator) | new
+            return keep, shares(old, math.ceil(share * sum(old.values()) - 1e-9), 1, 0, generator) | new
 
         return data.cached("quotas", fair)
 
