@@ -62,6 +62,14 @@ METHODS = {
         "fcil.methods.icarl", "exemplars", "herded exemplars, old outputs as targets, nearest mean",
         paper="Rebuffi et al. 2017", keeps="exemplars", sends="weights, means of exemplars' features",
     ),
+    "bic": Entry(
+        "fcil.methods.bic", "exemplars", "learns to correct the bias towards new classes on images held out",
+        paper="Wu et al. 2019", keeps="exemplars", sends="weights, slopes of the correction",
+    ),
+    "ssil": Entry(
+        "fcil.methods.ssil", "exemplars", "old and new classes never compete in one softmax",
+        paper="Ahn et al. 2021", keeps="exemplars",
+    ),
     "hr": _hr("hybrid", "Hybrid Replay made to work: a fixed codec, one image domain"),
     "hr-mini": _hr("ablation", "with a tenth of the memory", {"memory_share": 0.1}),
     "hr-no-latents": _hr(

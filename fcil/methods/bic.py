@@ -1,0 +1,223 @@
+"""BiC: distillation, and then two numbers that take back the bias of the head towards new classes.
+
+Wu, Chen, Wang, Ye, Liu, Guo and Fu, "Large Scale Incremental Learning", CVPR 2019, as the local training of each client
+inside federated averaging. Stage 1 learns new images and exemplars under an old model that is corrected itself. Stage 2
+freezes the network and corrects the outputs of the new classes to alpha o + beta, with which least is lost on images
+that were held out: a tenth of the exemplars, and as many of each new class, or one that weighs as much. The clients
+send sums of slopes and curvatures over theirs, so that the server descends on the loss of all of them together. The
+pairs of earlier tasks stay with their classes, in training and at test.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from fcil.blocks.codec import named
+from fcil.blocks.correction import corrected, newton_step, slopes
+from fcil.blocks.exemplars import labels_of, passed, quotas, recalled, shares, shuffled_rows, updated
+from fcil.blocks.losses import cross_entropy, distillation, masked
+from fcil.blocks.training import in_parts, loaded, weights_of
+from fcil.federation.rounds import fedavg, fit_codec, measure
+from fcil.knobs import knob
+from fcil.method import Batch, Clients, Fit, Method, Nets, Pool, Setting, Training, remote
+from fcil.records import ByClass, Done, Update, Weights, record
+from fcil.scenario.tasks import LocalData, Task, mask
+
+
+@dataclass(frozen=True)
+class Config:
+    """The knobs."""
+
+    lr: float = knob(0.1, "learning rate of the clients' SGD", above=0)
+    temperature: float = knob(2.0, "temperature of the distillation", above=0)
+    validation: float = knob(0.1, "share of the exemplars that is held out to find alpha and beta", above=0, most=0.9)
+    correction_rounds: int = knob(10, "rounds in which the server finds alpha and beta of a task", least=1)
+    hold_alpha: float = knob(0.01, "weight of (alpha - 1)^2 / 2, which keeps alpha finite", above=0)
+    hold_beta: float = knob(0.1, "weight of beta^2 / 2", above=0)
+    exemplar_codec: str = knob("raw", "how exemplars are kept: raw, or klt, dct or webp and its bytes, as webp:300")
+
+
+@record
+class Model:
+    """The server's state, and what it broadcasts."""
+
+    weights: Weights
+    old_weights: Weights  # the global model after the last task
+    new: Tensor  # classes of this task, as a mask
+    old: Tensor  # classes of earlier tasks
+    alpha: Tensor  # of each class; those of a task have it in common
+    beta: Tensor
+    codec: Weights  # what was fitted of the exemplars' codec
+
+
+@record
+class Fitted:
+    """The codec, for clients that have to know nothing else."""
+
+    codec: Weights
+
+
+@record
+class Slope:
+    """How the loss of a client's held-out images changes with (alpha, beta), summed over them."""
+
+    gradient: Tensor
+    curvature: Tensor
+    weight: Tensor  # of all these images, and of those of new classes
+    count: int
+
+
+@record
+class Given:
+    """What the loss needs of the message."""
+
+    new: Tensor
+    old: Tensor
+    alpha: Tensor
+    beta: Tensor
+
+
+@record
+class Memory:
+    """Exemplars by class; those held out come first."""
+
+    exemplars: ByClass = field(default_factory=dict)
+
+
+class Server:
+    """Averages what the clients train, then finds alpha and beta of the new classes."""
+
+    def __init__(self, config: Config, setting: Setting):
+        self.config, self.codec = config, named(config.exemplar_codec, setting.shape)
+        nothing, ones = mask((), setting.capacity), torch.ones(setting.capacity)
+        self.state = Model(weights_of(setting.classifier()), {}, nothing, nothing, ones, 0 * ones, {})
+
+    def broadcast(self) -> Model:
+        return self.state
+
+    def learn_task(self, task: Task, clients: Clients) -> Iterator[None]:
+        fit_codec(self, task, clients, Client.measure)
+        if clients.once("keep the old model"):
+            self.state.old_weights = self.state.weights if task.old else {}
+            self.state.new, self.state.old = (mask(own, len(self.state.new)) for own in (task.new, task.old))
+        yield from fedavg(self, clients, Client.train)
+        if task.old:
+            yield from self.correct(clients)
+        clients.ask(clients.everyone(), Client.remember, Fitted(self.state.codec))
+
+    def correct(self, clients: Clients) -> Iterator[None]:
+        """Stage 2: Newton's method on the mean loss of all images held out anywhere."""
+        for _ in clients.rounds(self.config.correction_rounds, "correct"):
+            replies = clients.ask(clients.everyone(), Client.judge, replace(self.state, old_weights={}))
+            weight = replies.sum("weight")
+            if weight is not None and 0 < weight[1] < weight[0]:  # one side alone would push the other out of sight
+                self.descend(replies.sum("gradient") / weight[0], replies.sum("curvature") / weight[0])
+            yield
+
+    def descend(self, gradient: Tensor, curvature: Tensor) -> None:
+        """Take one step with the pair of the new classes."""
+        s, hold = self.state, gradient.new_tensor([self.config.hold_alpha, self.config.hold_beta])
+        pair = torch.stack([s.alpha[s.new][0], s.beta[s.new][0]]).to(gradient)
+        alpha, beta = newton_step(pair, gradient, curvature, hold)
+        s.alpha, s.beta = torch.where(s.new, alpha.to(s.alpha), s.alpha), torch.where(s.new, beta.to(s.beta), s.beta)
+
+    def measured(self) -> dict[str, float | None]:
+        """Say what the newest classes are corrected by."""
+        return {"alpha": self.state.alpha[self.state.new][0].item(), "beta": self.state.beta[self.state.new][0].item()}
+
+
+class Client:
+    """Trains on what is not held out, and judges the outputs by what is."""
+
+    measure = measure
+
+    def __init__(self, config: Config, setting: Setting):
+        self.config, self.setting, self.codec = config, setting, named(config.exemplar_codec, setting.shape)
+        self.net, self.old = setting.classifier(), setting.classifier()
+
+    def networks(self) -> dict[str, nn.Module]:
+        return {"net": self.net, "old": self.old}
+
+    @remote
+    def train(self, memory: Memory, data: LocalData, message: Model) -> Training[Update]:
+        load = {"net": message.weights} | ({"old": message.old_weights} if message.old_weights else {})
+        pool = data.cached("pool", lambda _: self.pool(memory, data, message.codec, held_out=False))
+        given = Given(message.new, message.old, message.alpha, message.beta)
+        trained = yield Fit(self.loss, load, ("net",), pool, self.config.lr, given)
+        return Update(trained.weights, trained.count)
+
+    def loss(self, nets: Nets, batch: Batch, given: Given) -> Tensor:
+        """Stage 1: as much distillation as there are old classes, and cross-entropy over all."""
+        said = corrected(nets["net"](batch.images), given.alpha, given.beta)
+        learned = cross_entropy(said, batch.labels, given.new | given.old)
+        if "old" not in nets:
+            return learned
+        with torch.no_grad():
+            taught = corrected(nets["old"](batch.images), given.alpha, given.beta)
+        kept = distillation(said, taught, given.old, self.config.temperature) / self.config.temperature**2
+        share = given.old.sum() / (given.new | given.old).sum()
+        return share * kept + (1 - share) * learned
+
+    @remote
+    @torch.no_grad()
+    def judge(self, memory: Memory, data: LocalData, message: Model) -> Slope:
+        def outputs(_: torch.Generator) -> tuple[Tensor, Tensor]:
+            pool = self.pool(memory, data, message.codec, held_out=True)
+            size = max(1, 2**17 // math.prod(self.setting.shape))
+            return in_parts(loaded(self.net, message.weights), pool.images, size).double(), pool.labels
+
+        logits, labels = data.cached("judged", outputs)
+        weight = self.balance(memory, data, labels, message.new).to(logits)
+        new = (weight * message.new[labels]).sum()
+        slope = slopes(logits, labels, weight, message.new, message.old, message.alpha, message.beta)
+        return Slope(*slope, torch.stack([weight.sum(), new]), len(labels))
+
+    def balance(self, memory: Memory, data: LocalData, labels: Tensor, new: Tensor) -> Tensor:
+        """Weigh held-out images so that a new class counts as much as an old one does on average."""
+        keep, first = self.quotas(memory, data)
+        old = [first[j] for j in keep if j in data.task.old]
+        counts = torch.bincount(labels, minlength=len(new))[labels]
+        return torch.where(new[labels], sum(old) / max(1, len(old)) / counts, 1.0)
+
+    def quotas(self, memory: Memory, data: LocalData) -> tuple[dict[int, int], dict[int, int]]:
+        """Say how many exemplars of each class to keep when the task ends, and how many images to hold out now."""
+
+        def fair(generator: torch.Generator) -> tuple[dict[int, int], dict[int, int]]:
+            own, share = replace(data, generator=generator), self.config.validation
+            keep = quotas(self.codec, memory.exemplars, own, self.setting.budget.at(data.task))
+            old = {j: n for j, n in keep.items() if j in data.task.old}
+            each = max(1, round(share * sum(keep.values()) / max(1, len(keep))))
+            new = {j: min(each, len(data.of(j)) - 1) for j in data.classes() if j in data.task.new}
+            return keep, shares(old, math.ceil(share * sum(old.values()) - 1e-9), 1, 0, generator) | new
+
+        return data.cached("quotas", fair)
+
+    def pool(self, memory: Memory, data: LocalData, codec: Weights, held_out: bool) -> Pool:
+        """Return what is held out of images and exemplars, or the rest: of each class the first are held out."""
+        _, first = self.quotas(memory, data)
+
+        def part(rows: ByClass) -> ByClass:
+            return {j: own[: first.get(j, 0)] if held_out else own[first.get(j, 0) :] for j, own in rows.items()}
+
+        rows = part(shuffled_rows(data))
+        kept = part({j: own for j, own in memory.exemplars.items() if j not in rows})
+        replay = recalled(self.codec, codec, kept)
+        images = [passed(self.codec, codec, data)[torch.cat([data.labels[:0], *rows.values()])], *replay.values()]
+        return Pool(torch.cat(images), torch.cat([labels_of(rows), labels_of(replay)]).to(data.labels))
+
+    @remote
+    def remember(self, memory: Memory, data: LocalData, message: Fitted) -> Done:
+        keep, _ = self.quotas(memory, data)
+        rows = {j: own[: keep[j]] for j, own in shuffled_rows(data).items() if j in keep}
+        memory.exemplars = updated(self.codec, message.codec, memory.exemplars, data, rows, keep)
+        return Done()
+
+    def predict(self, message: Model, images: Tensor) -> Tensor:
+        logits = loaded(self.net, message.weights)(images)
+        return masked(corrected(logits, message.alpha, message.beta), message.new | message.old)
+
+
+METHOD = Method(Config, Server, Client, Memory)
