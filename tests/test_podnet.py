@@ -16,6 +16,7 @@ from fcil.experiment import Parts
 from fcil.federation.engine import threads
 from fcil.method import Batch
 from fcil.methods.podnet import PROXIES, Client, Config, Given, Proposal, Server, flat, spatial
+from fcil.methods.podnet import given as given_by
 from fcil.networks import build, build_with_proxies
 from fcil.networks.heads import Proxies
 from fcil.records import Weights, size_in_bytes
@@ -356,10 +357,8 @@ def test_every_term_of_the_loss_counts_and_only_the_first_task_does_without_dist
 
 
 def test_the_factor_is_that_of_the_classes_of_all_clients() -> None:
-    from fcil.methods.podnet import given
-
     parts, _ = run(tune_share=0.5)
-    factors = [given(seen(parts, "train", task)[0].message).factor.item() for task in range(3)]
+    factors = [given_by(seen(parts, "train", task)[0].message).factor.item() for task in range(3)]
     assert factors == pytest.approx([1, math.sqrt(2), math.sqrt(3)])
 
 
