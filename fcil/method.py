@@ -13,7 +13,16 @@ from typing import Any, NamedTuple, Protocol, TypeVar, get_args, get_origin, get
 import torch
 from torch import Tensor, nn
 
-from fcil.networks import AutoEncoder, Classifier, Encoder, build, build_autoencoder, build_encoder
+from fcil.networks import (
+    AutoEncoder,
+    Classifier,
+    Encoder,
+    ProxyClassifier,
+    build,
+    build_autoencoder,
+    build_encoder,
+    build_with_proxies,
+)
 from fcil.records import ByClass, Weights, record
 from fcil.scenario import benchmarks
 from fcil.scenario.memory import Budget
@@ -185,6 +194,10 @@ class Setting:
     def classifier(self) -> Classifier:
         """Build the benchmark's network with a head for `capacity` classes."""
         return build(self.network, self.shape, self.capacity, self.norm)
+
+    def proxy_classifier(self, proxies: int, cosine: bool = False) -> ProxyClassifier:
+        """Build the benchmark's network with so many proxies a class in place of a linear head."""
+        return build_with_proxies(self.network, self.shape, self.capacity, proxies, cosine, self.norm)
 
     def encoder(self, latent: int) -> Encoder:
         """Build an encoder with the body of the benchmark's network: images to `latent` numbers."""

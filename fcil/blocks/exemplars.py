@@ -4,7 +4,7 @@ They may pass a codec. Then new images pass it, too, or the network would learn 
 shown.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -117,3 +117,21 @@ def updated(
     """Return what to keep from now on: `chosen` rows of images at hand, best first, and the heads of older lists."""
     new = by_class(partial(codec.encode, fitted), {j: data.images[rows] for j, rows in chosen.items()})
     return {j: (kept | new)[j][:number].clone() for j, number in keep.items() if j in kept or j in new}
+
+
+def with_replay(codec: Codec, fitted: Weights, kept: ByClass, data: LocalData) -> tuple[Tensor, Tensor]:
+    """Return the task's images, and after them the exemplars of classes that are not among theirs, with labels."""
+    at_hand = data.classes()
+    replay = recalled(codec, fitted, {j: codes for j, codes in kept.items() if j not in at_hand})
+    images = torch.cat([passed(codec, fitted, data), *replay.values()])
+    return images, torch.cat([data.labels, labels_of(replay).to(data.labels)])
+
+
+def rehearsed(
+    codec: Codec, fitted: Weights, kept: ByClass, data: LocalData, features: Callable[[Tensor], Tensor], room: int
+) -> ByClass:
+    """Return what to keep from now on in `room` bytes: of classes at hand the best by herding on `features`."""
+    images, keep = passed(codec, fitted, data), quotas(codec, kept, data, room)
+    found = by_class(features, {j: images[data.labels == j] for j in data.classes()})
+    rows = {j: (data.labels == j).nonzero()[:, 0][own] for j, own in herded(found, keep).items()}
+    return updated(codec, fitted, kept, data, rows, keep)

@@ -66,6 +66,10 @@ METHODS = {
         "fcil.methods.bic", "exemplars", "learns to correct the bias towards new classes on images held out",
         paper="Wu et al. 2019", keeps="exemplars", sends="weights, slopes of the correction",
     ),
+    "podnet": Entry(
+        "fcil.methods.podnet", "exemplars", "keeps pooled maps where they were; ten proxies a class",
+        paper="Douillard et al. 2020", keeps="exemplars", sends="weights, proxies of new classes",
+    ),
     "ssil": Entry(
         "fcil.methods.ssil", "exemplars", "old and new classes never compete in one softmax",
         paper="Ahn et al. 2021", keeps="exemplars",

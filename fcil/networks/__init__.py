@@ -1,12 +1,13 @@
 """Networks by name. Each takes uint8 images or floats in 0..1 and exposes its stages."""
 
 from fcil.networks.autoencoder import AutoEncoder, Decoder, Encoder
-from fcil.networks.heads import Classifier
+from fcil.networks.heads import Classifier, ProxyClassifier
 from fcil.networks.resnet import ResNet18
 from fcil.networks.small import SmallNet
 
 __all__ = [
-    "AutoEncoder", "Classifier", "Encoder", "ResNet18", "SmallNet", "build", "build_autoencoder", "build_encoder",
+    "AutoEncoder", "Classifier", "Encoder", "ProxyClassifier", "ResNet18", "SmallNet", "build", "build_autoencoder",
+    "build_encoder", "build_with_proxies",
 ]  # fmt: skip
 
 BODIES = {"resnet18": ResNet18, "small": SmallNet}
@@ -28,3 +29,10 @@ def build_autoencoder(
 def build_encoder(name: str, shape: tuple[int, int, int], latent: int, norm: str = "batch") -> Encoder:
     """Return the named body with a linear head that makes codes of `latent` numbers, without variance."""
     return Encoder(BODIES[name](shape[0], norm), latent, variational=False)
+
+
+def build_with_proxies(
+    name: str, shape: tuple[int, int, int], classes: int, proxies: int, cosine: bool = False, norm: str = "batch"
+) -> ProxyClassifier:
+    """Return the named body with so many proxies for each of `classes`, compared by distance or by cosine."""
+    return ProxyClassifier(BODIES[name](shape[0], norm), classes, proxies, cosine)

@@ -4,6 +4,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 # Mean and deviation of CIFAR-100's training images: near enough for any natural image, and public.
 CENTRE, SPREAD = (0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)
@@ -14,8 +15,11 @@ class Body(Protocol):
 
     width: int
 
-    def stages(self, x: Tensor) -> list[Tensor]:
-        """Return the feature maps after every stage, the last one before pooling included."""
+    def stages(self, x: Tensor, raw: bool = False) -> list[Tensor]:
+        """Return the feature maps after every stage, the last one before pooling included.
+
+        `raw` ones are before the activation that ends a stage.
+        """
 
 
 class Normalise(nn.Module):
@@ -71,3 +75,49 @@ class Classifier(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(self.features(x))
         return logits
+
+
+class Proxies(nn.Module):
+    """Several directions for each class, which scores how similar the features are to them.
+
+    Douillard et al., "PODNet", ECCV 2020: the local similarity classifier. Similarity is the negative squared distance
+    of what is brought to length 1, or the cosine; a softmax over a class's own proxies says how much each counts.
+    """
+
+    def __init__(self, width: int, classes: int, proxies: int, cosine: bool = False):
+        super().__init__()
+        self.cosine = cosine
+        self.weight = nn.Parameter(torch.randn(classes, proxies, width) * width**-0.5)
+
+    def forward(self, features: Tensor, frozen: Tensor | None = None) -> Tensor:
+        """Score every class; the proxies of classes where the boolean vector `frozen` is true get no gradient."""
+        weight: Tensor = self.weight
+        if frozen is not None:
+            weight = torch.where(frozen[:, None, None], weight.detach(), weight)
+        with torch.autocast(features.device.type, enabled=False):
+            cosines = torch.einsum("nd,ckd->nck", F.normalize(features.to(weight)), F.normalize(weight, dim=2))
+        similarity = cosines if self.cosine else 2 * cosines - 2
+        return (similarity.softmax(2) * similarity).sum(2)
+
+
+class ProxyClassifier(nn.Module):
+    """Body and proxies; maps and features are raw, and the sharpness that a loss gives to the scores is learned."""
+
+    def __init__(self, body: nn.Module, classes: int, proxies: int, cosine: bool = False):
+        super().__init__()
+        self.normalise, self.body = Normalise(body.channels), body  # type: ignore[arg-type]
+        self.head = Proxies(body.width, classes, proxies, cosine)  # type: ignore[arg-type]
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def stages(self, x: Tensor) -> list[Tensor]:
+        """Return the feature maps of every stage, before the activation that ends it."""
+        maps: list[Tensor] = self.body.stages(self.normalise(x), raw=True)  # type: ignore[operator]
+        return maps
+
+    def features(self, x: Tensor) -> Tensor:
+        """Return pooled features, (batch, width), which may be negative."""
+        return pooled(self.stages(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.features(x))
+        return scores

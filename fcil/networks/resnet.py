@@ -5,6 +5,7 @@ stride 1 and no pooling in the stem. 11,168,832 parameters without a head.
 """
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fcil.networks.norm import activated, normalisation
 
@@ -23,10 +24,10 @@ class Block(nn.Module):
             convolution = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
             self.shortcut = nn.Sequential(convolution, normalisation(norm, outputs))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, slope: float = 0.0) -> Tensor:
         y = activated(self.norm1, self.conv1(x))
         beside = activated(self.shortcut[1], self.shortcut[0](x), slope=1.0) if len(self.shortcut) else x  # type: ignore[arg-type]
-        return activated(self.norm2, self.conv2(y), beside)
+        return activated(self.norm2, self.conv2(y), beside, slope)
 
 
 class ResNet18(nn.Module):
@@ -44,9 +45,13 @@ class ResNet18(nn.Module):
             nn.Sequential(Block(i, o, stride, norm), Block(o, o, 1, norm)) for i, o, stride in plan
         )
 
-    def stages(self, x: Tensor) -> list[Tensor]:
-        """Return the maps after each of the four stages."""
+    def stages(self, x: Tensor, raw: bool = False) -> list[Tensor]:
+        """Return the maps after each of the four stages; `raw` ones are before the activation that ends it."""
         x, maps = activated(self.stem[1], self.stem[0](x)), []  # type: ignore[arg-type]
         for layer in self.layers:
-            maps.append(x := layer(x))
+            if raw:
+                maps.append(layer[1](layer[0](x), slope=1.0))  # type: ignore[index]
+                x = F.relu(maps[-1])
+            else:
+                maps.append(x := layer(x))
         return maps

@@ -1,0 +1,55 @@
+"""Proxies that stand for classes: where to put them, and the loss that moves features towards them.
+
+They come from k-means with weights, so that centres of centres can be taken, too. The loss is an NCA with proxies
+(Movshovitz-Attias et al., ICCV 2017) as PODNet has it (Douillard et al., ECCV 2020).
+"""
+
+import warnings
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def clustered(rows: Tensor, weights: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return at most `count` centres of weighted rows, and the weight that each gathers; none is without any.
+
+    Where there are no more rows than that, each is its own centre. It computes with one thread, so that the same seed
+    gives the same bits. Of several first centres to try, two near each other are equally good, and rounding would
+    decide: there is one try.
+    """
+    if len(rows) <= count:
+        return rows, weights
+    from sklearn.cluster import KMeans, kmeans_plusplus
+    from sklearn.exceptions import ConvergenceWarning
+    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+
+    points, masses, draws = rows.cpu().numpy(), weights.cpu().numpy(), seed % 2**32
+    with threadpool_limits(1), warnings.catch_warnings(action="ignore", category=ConvergenceWarning):  # of equal rows
+        start, _ = kmeans_plusplus(points, count, sample_weight=masses, random_state=draws, n_local_trials=1)
+        means = KMeans(count, init=start, n_init=1, random_state=draws).fit(points, sample_weight=masses)
+    gathered = torch.zeros(count, dtype=weights.dtype).index_add_(
+        0, torch.from_numpy(means.labels_).long(), weights.cpu()
+    )
+    centres = torch.from_numpy(means.cluster_centers_)
+    return centres[gathered > 0].to(rows), gathered[gathered > 0].to(weights.device)
+
+
+def nca(scores: Tensor, labels: Tensor, classes: Tensor, eta: Tensor, margin: float) -> Tensor:
+    """-log(exp(eta (s_y - margin)) / sum over i != y of exp(eta s_i)), where positive, averaged over images."""
+    right = _own(labels, scores)
+    others = (eta * scores).masked_fill(right | ~classes, -1e4).logsumexp(1)
+    return F.relu(others - eta * ((scores * right).sum(1) - margin)).mean()
+
+
+def nca_of_the_code(scores: Tensor, labels: Tensor, classes: Tensor, eta: Tensor, margin: float) -> Tensor:
+    """Do as the released code does: the margin is taken off every score, and the label's own counts exp(0) below."""
+    right = _own(labels, scores)
+    shifted = (eta * (scores - margin)).masked_fill(~classes, -1e4)
+    shifted = shifted - shifted.amax(1, keepdim=True)
+    return (shifted.masked_fill(right, 0.0).logsumexp(1) - (shifted * right).sum(1)).mean()
+
+
+def _own(labels: Tensor, scores: Tensor) -> Tensor:
+    # on a CPU, one_hot would read the labels to check them
+    return labels[:, None] == torch.arange(scores.shape[1], device=labels.device)

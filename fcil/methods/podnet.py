@@ -1,0 +1,252 @@
+"""PODNet: maps of every stage and features are held where the old network had them; classes have several proxies.
+
+Douillard, Cord, Ollion, Robert and Valle, "PODNet: Pooled Outputs Distillation for Small-Tasks Incremental Learning",
+ECCV 2020, as the local training of each client inside federated averaging. In each stage, what a map's squares sum up
+to along rows and along columns is distilled (spatial POD), at the end the direction of the features (flat POD), both
+before the last ReLU. A class is scored by its proxies. At the start of a task the proxies of new classes are imprinted:
+each client sends centres of its features, the server takes centres of those. Old proxies are frozen in the main rounds.
+At the end, the proxies alone are fine-tuned on exemplars, equally many of each class as far as a client has them.
+
+The server looks at single proposals, and where a client has few images of a class, at their single features. The
+released code clamps each entry of a gradient to 5 in size; here the protocol bounds its norm, as for every method.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fcil.blocks.codec import named
+from fcil.blocks.exemplars import labels_of, passed, recalled, rehearsed, with_replay
+from fcil.blocks.losses import masked, norm_error
+from fcil.blocks.proxies import clustered, nca, nca_of_the_code
+from fcil.blocks.training import by_class, in_parts, loaded, weights_of
+from fcil.federation.rounds import fit_codec, measure
+from fcil.knobs import knob
+from fcil.method import Batch, Clients, Fit, Method, Nets, Pool, Replies, Setting, Training, remote
+from fcil.networks import ProxyClassifier
+from fcil.networks.heads import pooled
+from fcil.records import ByClass, Done, Update, Weights, record
+from fcil.scenario.tasks import LocalData, Task, mask
+from fcil.seeds import seed_of
+
+PROXIES = "head.weight"  # by which name they travel
+
+
+@dataclass(frozen=True)
+class Config:
+    """The knobs."""
+
+    lr: float = knob(0.1, "learning rate of the clients' SGD", above=0)
+    spatial: float = knob(3.0, "weight of the spatial POD, before the factor sqrt(classes seen / new)", least=0)
+    flat: float = knob(1.0, "weight of the flat POD, before the same factor", least=0)
+    proxies: int = knob(10, "proxies of each class", least=1)
+    similarity: str = knob(
+        "distance",
+        "of features and proxies of length 1: minus the squared distance, as in the released code, or the cosine",
+        choices=("distance", "cosine"),
+    )
+    nca: str = knob(
+        "paper", "the classification loss: the paper's formula, or what its code does", choices=("paper", "code")
+    )
+    margin: float = knob(0.6, "by how much the label's similarity is to exceed the others'", least=0)
+    tune_share: float = knob(
+        0.125, "rounds of fine-tuning after a task but the first, as a share of its rounds", least=0
+    )
+    tune_lr: float = knob(0.05, "learning rate of the fine-tuning", above=0)
+    exemplar_codec: str = knob("raw", "how exemplars are kept: raw, or klt, dct or webp and its bytes, as webp:300")
+
+
+@record
+class Model:
+    """The server's state, and what it broadcasts."""
+
+    weights: Weights  # with the proxies, and eta as `scale`
+    old_weights: Weights  # the global model after the last task
+    new: Tensor  # classes of this task, as a mask
+    old: Tensor  # classes of earlier tasks
+    codec: Weights  # what was fitted of the exemplars' codec
+
+
+@record
+class Proposal:
+    """Centres of a client's features of each new class, and how many images each stands for."""
+
+    centres: ByClass
+    counts: ByClass
+
+
+@record
+class Given:
+    """What the losses need of the message."""
+
+    seen: Tensor
+    old: Tensor
+    factor: Tensor  # sqrt(classes seen / new), over all clients
+
+
+@record
+class Memory:
+    """Exemplars by class, the best first."""
+
+    exemplars: ByClass = field(default_factory=dict)
+
+
+class Server:
+    """Averages what the clients train, and imprints the proxies of new classes."""
+
+    def __init__(self, config: Config, setting: Setting):
+        self.config, self.codec = config, named(config.exemplar_codec, setting.shape)
+        self.tune_rounds = math.ceil(config.tune_share * setting.protocol.rounds)
+        nothing = mask((), setting.capacity)
+        self.state = Model(weights_of(network(config, setting)), {}, nothing, nothing, {})
+
+    def broadcast(self) -> Model:
+        return self.state
+
+    def learn_task(self, task: Task, clients: Clients) -> Iterator[None]:
+        fit_codec(self, task, clients, Client.measure)
+        if clients.once("imprint"):
+            self.state.old_weights = self.state.weights if task.old else {}
+            self.state.new, self.state.old = (mask(own, len(self.state.new)) for own in (task.new, task.old))
+            if task.old:
+                self.imprint(task, clients.ask(clients.everyone(), Client.propose, self.broadcast()))
+        for _ in clients.rounds():
+            updates = clients.ask(clients.sample(), Client.train, self.broadcast())
+            self.state.weights = self.with_old_proxies(updates.mean("weights"))
+            yield
+        if clients.once("remember"):
+            clients.ask(clients.everyone(), Client.remember, self.broadcast())
+        if task.old and self.tune_rounds:
+            for _ in clients.rounds(self.tune_rounds, "tune"):
+                updates = clients.ask(clients.sample(), Client.tune, self.broadcast())
+                self.state.weights = {**self.state.weights, **updates.mean("weights")}
+                yield
+
+    def with_old_proxies(self, weights: Weights) -> Weights:
+        """Put old proxies back, which have had no gradient, but weight decay."""
+        trained, old = weights[PROXIES], self.state.old[:, None, None]
+        proxies = torch.where(old.to(trained.device), self.state.weights[PROXIES].to(trained), trained)
+        return {**weights, PROXIES: proxies}
+
+    def imprint(self, task: Task, proposals: Replies[Proposal]) -> None:
+        """Take proxies of new classes from the clients' centres, as long as old ones; without any, they stay random."""
+        proxies = self.state.weights[PROXIES].clone()
+        length = proxies[list(task.old)].norm(dim=2).mean()
+        for j in task.new:
+            own = [(reply.centres[j], reply.counts[j]) for reply in proposals if j in reply.centres]
+            if own:
+                centres, counts = (torch.cat(parts) for parts in zip(*own, strict=True))
+                found, _ = clustered(centres, counts, len(proxies[j]), seed_of("imprint", task.index, j))
+                rows = torch.arange(len(proxies[j])) % len(found)  # where there are too few, some stand twice
+                proxies[j] = length * F.normalize(found[rows]).to(proxies)
+        self.state.weights = {**self.state.weights, PROXIES: proxies}
+
+
+class Client:
+    """Trains on new images and exemplars, proposes proxies, and chooses new exemplars by herding."""
+
+    measure = measure
+
+    def __init__(self, config: Config, setting: Setting):
+        self.config, self.setting, self.codec = config, setting, named(config.exemplar_codec, setting.shape)
+        self.net, self.old = network(config, setting), network(config, setting)
+
+    def networks(self) -> dict[str, nn.Module]:
+        return {"net": self.net, "old": self.old}
+
+    @remote
+    @torch.no_grad()
+    def propose(self, memory: Memory, data: LocalData, message: Model) -> Proposal:
+        loaded(self.net, message.weights)
+        images, reply = passed(self.codec, message.codec, data), Proposal({}, {})
+        own = {j: images[data.labels == j] for j in data.classes() if j in data.task.new}
+        for j, features in by_class(self.features, own).items():
+            seed = torch.randint(2**31, (), generator=data.generator, device=data.generator.device).item()
+            each = torch.ones(len(features), device=features.device)
+            reply.centres[j], reply.counts[j] = clustered(F.normalize(features), each, self.config.proxies, int(seed))
+        return reply
+
+    @remote
+    def train(self, memory: Memory, data: LocalData, message: Model) -> Training[Update]:
+        load = {"net": message.weights} | ({"old": message.old_weights} if message.old_weights else {})
+        pool = data.cached("pool", lambda _: Pool(*with_replay(self.codec, message.codec, memory.exemplars, data)))
+        trained = yield Fit(self.loss, load, ("net",), pool, self.config.lr, given(message))
+        return Update(trained.weights, trained.count)
+
+    @remote
+    @torch.no_grad()
+    def remember(self, memory: Memory, data: LocalData, message: Model) -> Done:
+        loaded(self.net, message.weights)
+        room = self.setting.budget.at(data.task)
+        memory.exemplars = rehearsed(self.codec, message.codec, memory.exemplars, data, self.features, room)
+        return Done()
+
+    @remote
+    def tune(self, memory: Memory, data: LocalData, message: Model) -> Training[Update]:
+        pool = data.cached("exemplars", lambda _: self.exemplars(memory, data, message))
+        load, head = {"net": message.weights}, ("net.head",)
+        trained = yield Fit(self.tuning_loss, load, head, pool, self.config.tune_lr, given(message))
+        return Update({PROXIES: trained.weights[PROXIES]}, trained.count)
+
+    def exemplars(self, memory: Memory, data: LocalData, message: Model) -> Pool:
+        """Return exemplars of all classes, new ones included."""
+        kept = recalled(self.codec, message.codec, memory.exemplars)
+        return Pool(torch.cat([data.images[:0], *kept.values()]), labels_of(kept).to(data.labels))
+
+    def features(self, images: Tensor) -> Tensor:
+        """Return features with the weights last loaded."""
+        return in_parts(self.net.features, images, max(1, 2**17 // images[0].numel()) if len(images) else 1)
+
+    def loss(self, nets: Nets, batch: Batch, given: Given) -> Tensor:
+        maps = nets["net"].stages(batch.images)
+        features = pooled(maps)
+        total = self.classification(nets, nets["net"].head(features, given.old), batch.labels, given)
+        if "old" in nets:
+            with torch.no_grad():
+                old = nets["old"].stages(batch.images)
+            kept = self.config.spatial * spatial(maps, old) + self.config.flat * flat(features, pooled(old))
+            total = total + given.factor * kept
+        return total
+
+    def tuning_loss(self, nets: Nets, batch: Batch, given: Given) -> Tensor:
+        return self.classification(nets, nets["net"](batch.images), batch.labels, given)
+
+    def classification(self, nets: Nets, scores: Tensor, labels: Tensor, given: Given) -> Tensor:
+        formula = nca if self.config.nca == "paper" else nca_of_the_code
+        return formula(scores, labels, given.seen, nets["net"].scale, self.config.margin)
+
+    def predict(self, message: Model, images: Tensor) -> Tensor:
+        return masked(loaded(self.net, message.weights)(images), message.new | message.old)
+
+
+def network(config: Config, setting: Setting) -> ProxyClassifier:
+    return setting.proxy_classifier(config.proxies, cosine=config.similarity == "cosine")
+
+
+def given(message: Model) -> Given:
+    seen = message.new | message.old
+    return Given(seen, message.old, (seen.sum() / message.new.sum()).sqrt())
+
+
+def spatial(maps: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
+    """Distance of the two networks' pooled squares, each of length 1, averaged over images and stages."""
+    stages = [norm_error(strips(one), strips(other)).mean() for one, other in zip(maps, old, strict=True)]
+    return torch.stack(stages).mean()
+
+
+def strips(maps: Tensor) -> Tensor:
+    """Sum up squares over the width and over the height, side by side, brought to length 1: (batch, c (h + w))."""
+    squares = (maps.float() if maps.dtype == torch.bfloat16 else maps).square()
+    return F.normalize(torch.cat([squares.sum(3).flatten(1), squares.sum(2).flatten(1)], 1))
+
+
+def flat(features: Tensor, old: Tensor) -> Tensor:
+    """One minus the cosine of the two networks' features, averaged over images."""
+    return (1 - F.cosine_similarity(features, old)).mean()
+
+
+METHOD = Method(Config, Server, Client, Memory)
