@@ -436,6 +436,7 @@ def test_a_script_without_a_guard_and_its_end(how: signal.Signals, own: Path, tm
     process = subprocess.Popen(
         [sys.executable, script], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background ignore it
     )  # fmt: skip
     with process:
         assert process.stdout is not None and process.stderr is not None
