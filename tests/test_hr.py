@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fcil.blocks.centroids import nearest
-from fcil.blocks.codec import LearnedCodec, TransformCodec, build
+from fcil.blocks.codec import Fitted, LearnedCodec, TransformCodec, build
 from fcil.errors import UserError
 from fcil.experiment import Parts, assemble, execute
 from fcil.federation import engine
@@ -28,7 +28,7 @@ from fcil.federation.calls import Call
 from fcil.federation.loop import Line, learn
 from fcil.method import Batch, Fit, Pictures
 from fcil.methods import METHODS, hr
-from fcil.methods.hr import Client, Config, Fitted, Given, Memory, Model, Proposal
+from fcil.methods.hr import Client, Config, Given, Memory, Model, Proposal
 from fcil.plan import plan
 from fcil.records import Done, Weights, flatten, read_tensors, size_in_bytes
 from fcil.results.ledger import read

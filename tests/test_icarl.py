@@ -178,7 +178,7 @@ def test_with_a_codec_new_images_pass_it_too() -> None:
     parts.scenario.begin(task)
     data, client = parts.scenario.local(0, task), parts.engine.client
     state = parts.server.state
-    pool = client.pool(Memory(), data, state)  # type: ignore[attr-defined]
+    pool = next(client.train(Memory(), data, state)).pool  # type: ignore[attr-defined]
     codec = client.codec  # type: ignore[attr-defined]
     assert torch.equal(pool.images, codec.decode(state.codec, codec.encode(state.codec, data.images)))
     assert not torch.equal(pool.images, data.images)

@@ -63,6 +63,13 @@ class Statistics:
     sums: Weights
 
 
+@record
+class Fitted:
+    """A codec as it was fitted, for clients that have to know nothing else."""
+
+    weights: Weights
+
+
 def build(kind: str, shape: Shape, size: int = 0) -> "TransformCodec | LearnedCodec | WebpCodec":
     """Return a codec for images of `shape` by its name; `size` 0 is a tenth of an image's bytes."""
     size = size or tenth(shape)

@@ -101,9 +101,14 @@ def herded(features: ByClass, numbers: Mapping[int, int]) -> ByClass:
     return {j: rows[i, : wanted[j]] for i, j in enumerate(classes)}
 
 
+def coded(codec: Codec, fitted: Weights, data: LocalData) -> Tensor:
+    """Return the codes of the task's images, in their order."""
+    return data.cached("coded", lambda _: codec.encode(fitted, data.images))
+
+
 def passed(codec: Codec, fitted: Weights, data: LocalData) -> Tensor:
     """Return the task's images as the codec gives them back."""
-    return data.cached("passed", lambda _: codec.decode(fitted, codec.encode(fitted, data.images)))
+    return data.cached("passed", lambda _: codec.decode(fitted, coded(codec, fitted, data)))
 
 
 def recalled(codec: Codec, fitted: Weights, kept: ByClass) -> ByClass:
@@ -115,7 +120,8 @@ def updated(
     codec: Codec, fitted: Weights, kept: ByClass, data: LocalData, chosen: ByClass, keep: Mapping[int, int]
 ) -> ByClass:
     """Return what to keep from now on: `chosen` rows of images at hand, best first, and the heads of older lists."""
-    new = by_class(partial(codec.encode, fitted), {j: data.images[rows] for j, rows in chosen.items()})
+    every = coded(codec, fitted, data)
+    new = {j: every[rows] for j, rows in chosen.items()}
     return {j: (kept | new)[j][:number].clone() for j, number in keep.items() if j in kept or j in new}
 
 

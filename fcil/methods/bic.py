@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from fcil.blocks.codec import named
+from fcil.blocks.codec import Fitted, named
 from fcil.blocks.correction import corrected, newton_step, slopes
-from fcil.blocks.exemplars import labels_of, passed, quotas, recalled, shares, shuffled_rows, updated
+from fcil.blocks.exemplars import labels_of, passed, quotas, recalled, room_for_one, shares, shuffled_rows, updated
 from fcil.blocks.losses import cross_entropy, distillation, masked
 from fcil.blocks.training import in_parts, loaded, weights_of
 from fcil.federation.rounds import fedavg, fit_codec, measure
@@ -51,13 +51,6 @@ class Model:
     alpha: Tensor  # of each class; those of a task have it in common
     beta: Tensor
     codec: Weights  # what was fitted of the exemplars' codec
-
-
-@record
-class Fitted:
-    """The codec, for clients that have to know nothing else."""
-
-    codec: Weights
 
 
 @record
@@ -137,6 +130,7 @@ class Client:
     def __init__(self, config: Config, setting: Setting):
         self.config, self.setting, self.codec = config, setting, named(config.exemplar_codec, setting.shape)
         self.net, self.old = setting.classifier(), setting.classifier()
+        room_for_one(self.codec.size, setting.budget.per_client, "another exemplar_codec")
 
     def networks(self) -> dict[str, nn.Module]:
         return {"net": self.net, "old": self.old}
@@ -212,7 +206,7 @@ class Client:
     def remember(self, memory: Memory, data: LocalData, message: Fitted) -> Done:
         keep, _ = self.quotas(memory, data)
         rows = {j: own[: keep[j]] for j, own in shuffled_rows(data).items() if j in keep}
-        memory.exemplars = updated(self.codec, message.codec, memory.exemplars, data, rows, keep)
+        memory.exemplars = updated(self.codec, message.weights, memory.exemplars, data, rows, keep)
         return Done()
 
     def predict(self, message: Model, images: Tensor) -> Tensor:

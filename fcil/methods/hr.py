@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from fcil.blocks import centroids as placing
-from fcil.blocks.codec import KINDS, LearnedCodec, TransformCodec, WebpCodec, build
-from fcil.blocks.exemplars import labels_of, room_for_one, shares, shuffled_rows
+from fcil.blocks.codec import KINDS, Fitted, LearnedCodec, RawCodec, TransformCodec, WebpCodec, build
+from fcil.blocks.exemplars import labels_of, passed, quotas, recalled, room_for_one, shuffled_rows, updated
 from fcil.blocks.losses import masked, squared_error
 from fcil.blocks.training import by_class, in_parts, loaded, normal, weights_of
 from fcil.federation.rounds import fit_codec, measure
@@ -77,13 +77,6 @@ class Model:
     means: ByClass  # of each class: the mean of what codes keep of its images, and the deviation
     deviations: ByClass
     error: Tensor  # of the last task's images: the codec's squared error, summed, and over how many numbers
-
-
-@record
-class Fitted:
-    """The codec, for clients that have to know nothing else."""
-
-    weights: Weights
 
 
 @record
@@ -183,7 +176,7 @@ class Client:  # Algorithm 2
     def __init__(self, config: Config, setting: Setting):
         self.config, self.setting, self.codec = config, setting, codec_of(config, setting)
         self.net, self.old = (setting.encoder(latent_size(config, setting)) for _ in range(2))  # 1
-        self.keeps_images = config.exemplars in ("raw", "images")
+        self.keeper = RawCodec(setting.shape) if config.exemplars in ("raw", "images") else self.codec
         self.at_once = max(1, 2**17 // math.prod(setting.shape[1:]))  # images through a network at a time
 
     def networks(self) -> dict[str, nn.Module]:
@@ -229,11 +222,13 @@ class Client:  # Algorithm 2
     def interleaved(self, memory: Memory, data: LocalData, message: Model, generator: torch.Generator) -> Pool:
         """Put what is replayed beside the images of the task."""
         at_hand = data.classes()  # of old ones, too, in a client that stayed behind
-        kept = {j: images for j, images in self.recalled(memory, message.codec).items() if j not in at_hand}  # 5-7
+        replay = {j: codes for j, codes in memory.codes.items() if j not in at_hand}
+        kept = recalled(self.keeper, message.codec, replay)  # 5-7
         absent = [j for j in data.task.old if j in message.means and j not in kept and j not in at_hand]  # 8
         number = self.usual_number(memory, data) if self.config.global_replay else 0
         made = self.made_up(absent if number else [], number, message, generator)  # 9
-        images = torch.cat([self.passed(data, message.codec), *kept.values(), *made.values()])  # 4, 10, 11
+        new = passed(self.keeper, message.codec, data) if self.config.one_domain else data.images  # 4
+        images = torch.cat([new, *kept.values(), *made.values()])  # 10, 11
         labels = torch.cat([data.labels, labels_of(kept | made).to(data.labels)])
         is_made = torch.arange(len(images), device=labels.device) >= len(images) - number * len(made)
         return Pool(images, labels, extra={"made": is_made})
@@ -265,20 +260,17 @@ class Client:  # Algorithm 2
     @torch.no_grad()
     def remember(self, memory: Memory, data: LocalData, message: Fitted) -> Remembered:
         keep, rows = self.quotas(memory, data), shuffled_rows(data)
-        new = data.images if self.keeps_images else self.coded(data, message.weights)
-        chosen = {j: new[rows[j][:number]] for j, number in keep.items() if j in rows}  # 28
-        memory.codes = {j: (memory.codes | chosen)[j][:number] for j, number in keep.items()}  # 26: not encoded again
-        given_back = data.images if self.keeps_images else self.decoded(data, message.weights)
-        error = squared_error(given_back.float(), data.images.float()).sum()
+        chosen = {j: rows[j][:number] for j, number in keep.items() if j in rows}  # 28
+        memory.codes = updated(self.keeper, message.weights, memory.codes, data, chosen, keep)  # 26: not encoded again
+        error = squared_error(passed(self.keeper, message.weights, data).float(), data.images.float()).sum()
         return Remembered(torch.stack([error, error.new_tensor(data.images.numel())]))  # 2, 27, 29
 
     def quotas(self, memory: Memory, data: LocalData) -> dict[int, int]:
         """Say how many exemplars of each class to keep from now on; `images` count as the codes they stand for."""
-        held = {j: len(codes) for j, codes in memory.codes.items()} | {j: len(data.of(j)) for j in data.classes()}
-        held = {j: held[j] for j in sorted(held) if self.config.exemplars != "none"}
+        if self.config.exemplars == "none":
+            return {}
         room = int(self.config.memory_share * self.setting.budget.at(data.task))
-        size = math.prod(self.setting.shape) if self.config.exemplars == "raw" else self.codec.size
-        return {j: number for j, number in shares(held, room, size, 0, data.generator).items() if number}
+        return quotas(self.keeper if self.config.exemplars == "raw" else self.codec, memory.codes, data, room)
 
     def usual_number(self, memory: Memory, data: LocalData) -> int:
         """Say how many images to make up of a class: as many as the client has codes of one, or images if no code."""
@@ -293,23 +285,6 @@ class Client:  # Algorithm 2
         }
         return {} if isinstance(self.codec, WebpCodec) else by_class(partial(self.codec.pictures, message.codec), drawn)
 
-    def coded(self, data: LocalData, codec: Weights) -> Tensor:
-        """Return the codes of the task's images, in their order."""
-        return data.cached("codes", lambda _: self.codec.encode(codec, data.images))
-
-    def decoded(self, data: LocalData, codec: Weights) -> Tensor:
-        """Return the task's images as they are after the codec."""
-        return data.cached("decoded", lambda _: self.codec.decode(codec, self.coded(data, codec)))
-
-    def passed(self, data: LocalData, codec: Weights) -> Tensor:
-        """Return the task's images as they are trained on: like old ones, or only that would tell them apart."""
-        return data.images if self.keeps_images or not self.config.one_domain else self.decoded(data, codec)
-
-    def recalled(self, memory: Memory, codec: Weights) -> ByClass:
-        """Return the exemplars that are kept as images."""
-        kept = {j: memory.codes[j] for j in sorted(memory.codes)}
-        return kept if self.keeps_images else by_class(partial(self.codec.decode, codec), kept)
-
     def encoded(self, images: Tensor) -> Tensor:
         """Return f(images), with the weights last loaded."""
         return in_parts(lambda part: self.net(part)[0], images, self.at_once)
@@ -320,11 +295,11 @@ class Client:  # Algorithm 2
 
     @torch.no_grad()
     def look(self, memory: Memory, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:
-        new, some = shuffled_rows(data), Memory({j: memory.codes[j] for j in classes if j in memory.codes})
+        new, some = shuffled_rows(data), {j: memory.codes[j] for j in classes if j in memory.codes}
         made = self.made_up([j for j in classes if j in message.means], 1, message, data.generator)
         return Pictures(
             real={j: data.images[new[j][0]] for j in classes if j in new},
-            kept={j: images[0] for j, images in self.recalled(some, message.codec).items()},
+            kept={j: images[0] for j, images in recalled(self.keeper, message.codec, some).items()},
             made={j: images[0] for j, images in made.items()},
         )
 

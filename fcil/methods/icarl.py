@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fcil.blocks.codec import named
-from fcil.blocks.exemplars import herded, labels_of, passed, quotas, recalled, room_for_one, updated
+from fcil.blocks.exemplars import recalled, rehearsed, room_for_one, with_replay
 from fcil.blocks.losses import binary_cross_entropy, masked
 from fcil.blocks.training import by_class, in_parts, loaded, weights_of
 from fcil.federation.rounds import fedavg, fit_codec, measure
@@ -117,7 +117,7 @@ class Client:
     @remote
     def train(self, memory: Memory, data: LocalData, message: Model) -> Training[Update]:
         load = {"net": message.weights} | ({"old": message.old_weights} if message.old_weights else {})
-        pool = data.cached("pool", lambda _: self.pool(memory, data, message))
+        pool = data.cached("pool", lambda _: Pool(*with_replay(self.codec, message.codec, memory.exemplars, data)))
         taught = message.new | message.old
         if self.config.mask_absent_new:
             taught = message.old | mask(tuple(data.classes()), len(message.new)).to(message.new.device)
@@ -125,23 +125,12 @@ class Client:
         trained = yield Fit(loss, load, ("net",), pool, c.lr, given, momentum=c.sgd_momentum, weight_decay=c.sgd_decay)
         return Update(trained.weights, trained.count)
 
-    def pool(self, memory: Memory, data: LocalData, message: Model) -> Pool:
-        """Put exemplars beside the images of the task."""
-        own = {j: codes for j, codes in memory.exemplars.items() if j not in data.classes()}
-        replay = recalled(self.codec, message.codec, own)
-        images = torch.cat([passed(self.codec, message.codec, data), *replay.values()])
-        return Pool(images, torch.cat([data.labels, labels_of(replay).to(data.labels)]))
-
     @remote
     @torch.no_grad()
     def remember(self, memory: Memory, data: LocalData, message: Model) -> Features:
         loaded(self.net, message.weights)
-        images = passed(self.codec, message.codec, data)
-        keep = quotas(self.codec, memory.exemplars, data, self.setting.budget.at(data.task))
-        features = by_class(self.features, {j: images[data.labels == j] for j in data.classes()})
-        chosen = herded(features, keep)
-        rows = {j: (data.labels == j).nonzero()[:, 0][own] for j, own in chosen.items()}
-        memory.exemplars = updated(self.codec, message.codec, memory.exemplars, data, rows, keep)
+        room = self.setting.budget.at(data.task)
+        memory.exemplars = rehearsed(self.codec, message.codec, memory.exemplars, data, self.features, room)
         return self.sums(recalled(self.codec, message.codec, memory.exemplars))
 
     def sums(self, exemplars: ByClass) -> Features:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fcil.blocks.codec import named
-from fcil.blocks.exemplars import labels_of, passed, recalled, rehearsed, with_replay
+from fcil.blocks.exemplars import labels_of, passed, recalled, rehearsed, room_for_one, with_replay
 from fcil.blocks.losses import masked, norm_error
 from fcil.blocks.proxies import clustered, nca, nca_of_the_code
 from fcil.blocks.training import by_class, in_parts, loaded, weights_of
@@ -153,6 +153,7 @@ class Client:
 
     def __init__(self, config: Config, setting: Setting):
         self.config, self.setting, self.codec = config, setting, named(config.exemplar_codec, setting.shape)
+        room_for_one(self.codec.size, setting.budget.per_client, "another exemplar_codec")
         self.net, self.old = network(config, setting), network(config, setting)
 
     def networks(self) -> dict[str, nn.Module]:

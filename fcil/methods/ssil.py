@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fcil.blocks.codec import named
-from fcil.blocks.exemplars import labels_of, passed, quotas, recalled, shuffled_rows, updated
+from fcil.blocks.codec import Fitted, named
+from fcil.blocks.exemplars import labels_of, passed, quotas, recalled, room_for_one, shuffled_rows, updated
 from fcil.blocks.losses import masked
 from fcil.blocks.training import loaded, weights_of
 from fcil.federation.rounds import fedavg, fit_codec, measure
@@ -42,13 +42,6 @@ class Model:
     old_weights: Weights  # the global model after the last task
     came: Tensor  # the task that each class came with; -1 before it comes
     codec: Weights  # what was fitted of the exemplars' codec
-
-
-@record
-class Fitted:
-    """The codec, for clients that have to know nothing else."""
-
-    codec: Weights
 
 
 @record
@@ -86,6 +79,7 @@ class Client:
     def __init__(self, config: Config, setting: Setting):
         self.config, self.setting, self.codec = config, setting, named(config.exemplar_codec, setting.shape)
         self.net, self.old = setting.classifier(), setting.classifier()
+        room_for_one(self.codec.size, setting.budget.per_client, "another exemplar_codec")
 
     def networks(self) -> dict[str, nn.Module]:
         return {"net": self.net, "old": self.old}
@@ -125,7 +119,7 @@ class Client:
     def remember(self, memory: Memory, data: LocalData, message: Fitted) -> Done:
         keep = quotas(self.codec, memory.exemplars, data, self.setting.budget.at(data.task))
         rows = {j: own[: keep[j]] for j, own in shuffled_rows(data).items() if j in keep}
-        memory.exemplars = updated(self.codec, message.codec, memory.exemplars, data, rows, keep)
+        memory.exemplars = updated(self.codec, message.weights, memory.exemplars, data, rows, keep)
         return Done()
 
     def predict(self, message: Model, images: Tensor) -> Tensor:
