@@ -4,7 +4,7 @@ They may pass a codec. Then new images pass it, too, or the network would learn 
 shown.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -110,3 +110,21 @@ def updated(
     """Return what to keep from now on: `chosen` rows of images at hand, best first, and the heads of older lists."""
     new = by_class(partial(codec.encode, fitted), {j: data.images[rows] for j, rows in chosen.items()})
     return {j: (kept | new)[j][:number].clone() for j, number in keep.items() if j in kept or j in new}
+
+
+def rehearsal(codec: Codec, fitted: Weights, kept: ByClass, data: LocalData) -> tuple[Tensor, Tensor]:
+    """Return the task's images with exemplars of all other classes behind them, and the labels of both."""
+    replay = recalled(codec, fitted, {j: codes for j, codes in kept.items() if j not in data.classes()})
+    images = torch.cat([passed(codec, fitted, data), *replay.values()])
+    return images, torch.cat([data.labels, labels_of(replay).to(data.labels)])
+
+
+def herded_anew(
+    codec: Codec, fitted: Weights, kept: ByClass, data: LocalData, room: int, features: Callable[[Tensor], Tensor]
+) -> ByClass:
+    """Return what to keep from now on in `room` bytes: of classes at hand what herding chooses, of others the best."""
+    images = passed(codec, fitted, data)
+    keep = quotas(codec, kept, data, room)
+    chosen = herded(by_class(features, {j: images[data.labels == j] for j in data.classes()}), keep)
+    rows = {j: (data.labels == j).nonzero()[:, 0][own] for j, own in chosen.items()}
+    return updated(codec, fitted, kept, data, rows, keep)

@@ -62,6 +62,10 @@ METHODS = {
         "fcil.methods.icarl", "exemplars", "herded exemplars, old outputs as targets, nearest mean",
         paper="Rebuffi et al. 2017", keeps="exemplars", sends="weights, means of exemplars' features",
     ),
+    "geodl": Entry(
+        "fcil.methods.geodl", "exemplars", "iCaRL with features held along geodesics, not outputs", captured=False,
+        paper="Simon et al. 2021", keeps="exemplars", sends="weights, means of exemplars' features",
+    ),
     "hr": _hr("hybrid", "Hybrid Replay made to work: a fixed codec, one image domain"),
     "hr-mini": _hr("ablation", "with a tenth of the memory", {"memory_share": 0.1}),
     "hr-no-latents": _hr(
