@@ -126,6 +126,21 @@ def test_the_whole_loss_by_hand() -> None:
     assert total() == pytest.approx(joint + 0.25 * 0.679935, abs=1e-6)
 
 
+def test_in_half_precision_every_weight_has_a_gradient_too() -> None:
+    """The neighbours' pass comes first and without gradient; what is cast for it must not serve the batch's."""
+    parts, _, _, fit, _ = at_work()
+    parts.engine.slots[0].networks.thaw(fit)
+    nets = {name: parts.engine.nets[name] for name in fit.load}
+    extra = {name: values[:8] for name, values in fit.pool.extra.items()}
+    batch = Batch(fit.pool.images[:8] / 255, fit.pool.labels[:8], torch.Generator(), extra)
+    with torch.autocast("cpu", torch.bfloat16):
+        value = fit.loss(nets, batch, fit.given)
+    value.backward()
+    gradients = {name: p.grad for name, p in nets["net"].named_parameters()}
+    nets["net"].zero_grad()
+    assert all(g is not None and g.abs().sum() > 0 for g in gradients.values())
+
+
 # -- the total direct effect ------------------------------------------------------------------------------------------
 
 

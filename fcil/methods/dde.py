@@ -1,11 +1,10 @@
 """DDE on iCaRL: the effect of data that are gone, through their neighbours; the bias of momentum, taken out again.
 
 Hu, Tang, Miao, Hua and Zhang, "Distilling Causal Effect of Data in Class-Incremental Learning", CVPR 2021, as the
-local training of each client inside federated averaging, with exemplars as in iCaRL. An image is classified together
-with its neighbours among the client's new images, near in the old network's features: so old features keep an effect
-on what is learned. Old outputs are distilled, as in LUCIR's form of iCaRL (Hou et al., CVPR 2019), where the number
-of old classes in the weight undoes a mean over them. While it learns, the network's features gather along one direction,
-that of the new classes; what a score owes to it is subtracted, in part, when it classifies.
+local training of each client inside federated averaging, with iCaRL's exemplars. An image is classified together with
+its neighbours among the client's new images, near in the old network's features: so these keep an effect on what is
+learned. Old outputs are distilled as in LUCIR's iCaRL, where the number of old classes in the weight undoes a mean
+over them. While features learn they gather along the new classes; what scores owe to that is subtracted in part.
 """
 
 import math
@@ -132,7 +131,7 @@ class Client:
 
     def loss(self, nets: Nets, batch: Batch, given: Given) -> Tensor:
         net, config = nets["net"], self.config
-        near = self.neighbours(net, batch, given) if "neighbours" in batch.extra else None
+        near = self.neighbours(net, batch, given) if "neighbours" in batch.extra else None  # first, as in their code
         features = net.features(batch.images)
         with torch.no_grad():
             net.direction.mul_(config.decay).add_(features.mean(0))
