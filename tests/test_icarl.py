@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fcil.blocks.exemplars import herded
 from fcil.blocks.losses import binary_cross_entropy
+from fcil.blocks.nearest_mean import feature_sums
 from fcil.errors import UserError
 from fcil.experiment import Parts, assemble
 from fcil.federation.loop import learn
@@ -213,7 +214,7 @@ def test_mirror_images_count_where_training_mirrors() -> None:
     client.net.eval()  # type: ignore[attr-defined]
     images = torch.randint(0, 256, (5, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        sums = client.sums({3: images}).sums[3]  # type: ignore[attr-defined]
+        sums = feature_sums(client.net.features, {3: images}, "crop-flip").sums[3]  # type: ignore[attr-defined]
         turned = F.normalize(client.net.features(images.flip(3))).sum(0)  # type: ignore[attr-defined]
     assert sums.shape[0] == 2 and torch.allclose(sums[1], turned, atol=1e-6) and not torch.allclose(sums[0], sums[1])
 

@@ -45,6 +45,12 @@ def in_parts(function: Callable[[Tensor], Tensor], rows: Tensor, size: int) -> T
     return torch.cat([function(part) for part in torch.split(rows, size)])[:count]
 
 
+def features_of(net: nn.Module, images: Tensor) -> Tensor:
+    """Return the features of any number of images, with the weights that are in the network."""
+    size = max(1, 2**17 // images[0].numel()) if len(images) else 1
+    return in_parts(net.features, images, size)  # type: ignore[arg-type]
+
+
 def by_class(function: Callable[[Tensor], Tensor], rows: ByClass) -> ByClass:
     """Return `function` of the rows of every class, computed on all of them at once."""
     if not rows:

@@ -19,6 +19,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
     SHAPES = ("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount")
+    CHECKS = ("_linalg_svd", "_linalg_eigh", "linalg_eig", "_linalg_eigvals", "linalg_lstsq", "_linalg_check_errors")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func._schema.name, kwargs or {}
@@ -28,6 +29,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         by_mask = word in ("index", "index_put", "index_put_", "_index_put_impl_") and _by_mask(args[1])
         if word in self.SHAPES or by_mask or (word == "repeat_interleave" and kwargs.get("output_size") is None):
             raise Impure(f"the shape of a result depends on values ({word})")
+        if word in self.CHECKS:
+            raise Impure(f"it makes Python wait for the GPU, to see whether a decomposition succeeded ({word})")
         if torch.Tag.nondeterministic_seeded in func.tags and _generator(func, args, kwargs) is None:
             raise Impure(f"it draws ({word}) without the batch's generator")
         return func(*args, **kwargs)

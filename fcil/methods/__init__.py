@@ -74,6 +74,14 @@ METHODS = {
         "fcil.methods.ssil", "exemplars", "old and new classes never compete in one softmax",
         paper="Ahn et al. 2021", keeps="exemplars",
     ),
+    "geodl": Entry(
+        "fcil.methods.geodl", "exemplars", "iCaRL with features held along geodesics, not outputs", captured=False,
+        paper="Simon et al. 2021", keeps="exemplars", sends="weights, means of exemplars' features",
+    ),
+    "dde": Entry(
+        "fcil.methods.dde", "exemplars", "learns an image with its neighbours in old features, unbiased by momentum",
+        paper="Hu et al. 2021", keeps="exemplars", sends="weights, mean feature",
+    ),
     "hr": _hr("hybrid", "Hybrid Replay made to work: a fixed codec, one image domain"),
     "hr-mini": _hr("ablation", "with a tenth of the memory", {"memory_share": 0.1}),
     "hr-no-latents": _hr(

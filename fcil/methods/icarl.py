@@ -9,15 +9,16 @@ clients.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fcil.blocks.codec import named
 from fcil.blocks.exemplars import recalled, rehearsed, room_for_one, with_replay
-from fcil.blocks.losses import binary_cross_entropy, masked
-from fcil.blocks.training import by_class, in_parts, loaded, weights_of
+from fcil.blocks.losses import binary_cross_entropy
+from fcil.blocks.nearest_mean import FeatureSums, class_means, feature_sums, nearest_or_head
+from fcil.blocks.training import features_of, loaded, weights_of
 from fcil.federation.rounds import fedavg, fit_codec, measure
 from fcil.knobs import knob
 from fcil.method import Batch, Clients, Fit, Method, Nets, Pool, Setting, Training, remote
@@ -48,14 +49,6 @@ class Model:
     old: Tensor  # classes of earlier tasks
     means: Tensor  # of the exemplars' features by class, of length 1; 0 where nobody has an exemplar
     codec: Weights  # what was fitted of the exemplars' codec
-
-
-@record
-class Features:
-    """Sums of one client's normalised exemplar features, and of their mirror images where those count, by class."""
-
-    sums: ByClass
-    counts: ByClass
 
 
 @record
@@ -91,14 +84,7 @@ class Server:
             self.state.new, self.state.old = (mask(own, len(self.state.new)) for own in (task.new, task.old))
         yield from fedavg(self, clients, Client.train)
         replies = clients.ask(clients.everyone(), Client.remember, self.broadcast())
-        self.average(replies.sum("sums") or {}, replies.sum("counts") or {})
-
-    def average(self, sums: ByClass, counts: ByClass) -> None:
-        """Take the mean of each class's features, and of their mirror images, each brought to length 1."""
-        means = torch.zeros_like(self.state.means)
-        for j, total in sums.items():
-            means[j] = F.normalize(F.normalize(total / counts[j]).mean(0), dim=0).to(means)
-        self.state.means = means
+        self.state.means = class_means(replies.sum("sums"), replies.sum("counts"), self.state.means)
 
 
 class Client:
@@ -127,31 +113,15 @@ class Client:
 
     @remote
     @torch.no_grad()
-    def remember(self, memory: Memory, data: LocalData, message: Model) -> Features:
-        loaded(self.net, message.weights)
-        room = self.setting.budget.at(data.task)
-        memory.exemplars = rehearsed(self.codec, message.codec, memory.exemplars, data, self.features, room)
-        return self.sums(recalled(self.codec, message.codec, memory.exemplars))
-
-    def sums(self, exemplars: ByClass) -> Features:
-        """Add up the normalised features of each class's exemplars, and of their mirror images in a row of its own."""
-        views = [exemplars]
-        if self.setting.augment == "crop-flip":  # where training takes an image and its mirror image for the same
-            views.append({j: images.flip(3) for j, images in exemplars.items()})
-        found = [by_class(self.features, view) for view in views]
-        sums = {j: torch.stack([F.normalize(own[j]).sum(0) for own in found]) for j in exemplars}
-        return Features(sums, {j: torch.tensor(len(images)) for j, images in exemplars.items()})
-
-    def features(self, images: Tensor) -> Tensor:
-        """Return features with the weights last loaded."""
-        return in_parts(self.net.features, images, max(1, 2**17 // images[0].numel()) if len(images) else 1)
+    def remember(self, memory: Memory, data: LocalData, message: Model) -> FeatureSums:
+        features, room = partial(features_of, loaded(self.net, message.weights)), self.setting.budget.at(data.task)
+        memory.exemplars = rehearsed(self.codec, message.codec, memory.exemplars, data, features, room)
+        exemplars = recalled(self.codec, message.codec, memory.exemplars)
+        return feature_sums(features, exemplars, self.setting.augment)
 
     def predict(self, message: Model, images: Tensor) -> Tensor:
         features = loaded(self.net, message.weights).features(images)  # type: ignore[operator]
-        known = message.means.any(1)
-        nearest = masked(F.normalize(features) @ message.means.T, known)
-        by_head = masked(self.net.head(features), message.new | message.old)
-        return torch.where((known & message.new).any(), nearest, by_head)  # inside a task no new class has a mean yet
+        return nearest_or_head(features, self.net.head, message.means, message.new, message.old)
 
 
 def loss(nets: Nets, batch: Batch, given: Given) -> Tensor:

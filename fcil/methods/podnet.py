@@ -23,7 +23,7 @@ from fcil.blocks.codec import named
 from fcil.blocks.exemplars import labels_of, passed, recalled, rehearsed, room_for_one, with_replay
 from fcil.blocks.losses import masked, norm_error
 from fcil.blocks.proxies import clustered, nca, nca_of_the_code
-from fcil.blocks.training import by_class, in_parts, loaded, weights_of
+from fcil.blocks.training import by_class, features_of, loaded, weights_of
 from fcil.federation.rounds import fit_codec, measure
 from fcil.knobs import knob
 from fcil.method import Batch, Clients, Fit, Method, Nets, Pool, Replies, Setting, Training, remote
@@ -200,7 +200,7 @@ class Client:
 
     def features(self, images: Tensor) -> Tensor:
         """Return features with the weights last loaded."""
-        return in_parts(self.net.features, images, max(1, 2**17 // images[0].numel()) if len(images) else 1)
+        return features_of(self.net, images)
 
     def loss(self, nets: Nets, batch: Batch, given: Given) -> Tensor:
         maps = nets["net"].stages(batch.images)
