@@ -35,6 +35,7 @@ METHODS = {
     "lwf": Entry("fcil.methods.lwf", "reference", "the last task's model teaches the new one; no memory"),
     "ewc": Entry("fcil.methods.ewc", "reference", "holds the weights that mattered before; no memory"),
     "icarl": Entry("fcil.methods.icarl", "exemplars", "herded exemplars, old outputs as targets, nearest mean"),
+    "glfc": Entry("fcil.methods.glfc", "exemplars", "even pace of old and new classes; a proxy server picks teachers"),
     "hr": Entry(HR, "hybrid", "Hybrid Replay made to work: a fixed codec, one image domain"),
     "hr-mini": Entry(HR, "ablation", "with a tenth of the memory", {"memory_share": 0.1}),
     "hr-no-latents": Entry(HR, "ablation", "without exemplars: all old classes are made up", {"exemplars": "none"}),
