@@ -16,6 +16,7 @@ SEED = 2022  # of the weights, which everyone knows
 HISTORY = 20  # moves whose curvature L-BFGS remembers
 NEAR = 1e-8  # a search ends where so much of a gradient's squared length is left to explain
 STILL = 1e-9  # or where no number moves by more
+PATIENCE = 10  # or after so many steps without a loss lower than before: the rest is rounding
 LONGEST = 1.0  # most that a number moves at once; images are within about 2, and without a bound some searches fly off
 POSITIVE = 1e-10  # least curvature that is believed
 
@@ -99,6 +100,7 @@ def descended(
     turns: list[Tensor] = []
     weights: list[Tensor] = []
     scale, alive = torch.ones_like(x[:, :1]), (value > enough)[:, None]
+    lowest, waited = value, torch.zeros_like(value)
     kept: list[Tensor] = []
     for step in range(steps):
         for _ in range(inner):
@@ -115,6 +117,8 @@ def descended(
             weights = [*weights, torch.where(real, 1 / bend.clamp_min(POSITIVE), 0.0)][-HISTORY:]
             x, slope, alive = x + move, slope + turn, alive & (value > enough)[:, None]
         kept = [*kept, x][-last:]
+        waited = torch.where(value < 0.99 * lowest, 0, waited + 1)
+        lowest, alive = torch.minimum(value, lowest), alive & (waited < PATIENCE * max(1, 20 // inner))[:, None]
         if not alive.any():  # all further ones are the same
             kept = [*kept, *[x] * (steps - 1 - step)][-last:]
             break
