@@ -211,6 +211,7 @@ def _look(parts: Parts, task: Task, gallery: Gallery) -> None:
         return parts.engine.look(client, memory, parts.scenario.local(client, task), message, call, classes)
 
     present, held = parts.scenario.present(task), parts.scenario.share(task)
+    rebuilt: Mapping[int, torch.Tensor] = getattr(parts.server, "look", dict)()
     for j in shown(task.new, len(parts.scenario.tasks)):
         holders = [c for c in present if held[c, j]]
         keepers = (c for c in holders if j in seen(c, (j,)).kept)
@@ -218,7 +219,8 @@ def _look(parts: Parts, task: Task, gallery: Gallery) -> None:
             gallery.owners[j] = next(keepers, holders[0])
     for j, client in ((j, client) for j, client in gallery.owners.items() if client in present):
         found = seen(client, (j,))
-        gallery.add(task.index, found.real if j in task.new else {}, found.kept, found.made)
+        made = {j: rebuilt[j]} if j in rebuilt else found.made
+        gallery.add(task.index, found.real if j in task.new else {}, found.kept, made)
     if gallery.pictures:
         gallery.save(parts.scenario.class_names, len(parts.scenario.tasks))
 

@@ -212,7 +212,8 @@ class Server(Protocol):
     """The server's half. It sees tasks and messages, never data; all that lasts is the record `state`.
 
     It may also have `measured(self) -> dict[str, float | None]`: what it found out about itself in the task that has
-    just ended, computed from `state`; the ledger's task line holds it.
+    just ended, computed from `state`; the ledger's task line holds it. And `look(self) -> ByClass`: a picture that it
+    has of each class, uint8 (channels, height, width), which is drawn beside what a client's `look` shows.
     """
 
     state: Any

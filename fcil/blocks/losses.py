@@ -23,6 +23,12 @@ def binary_cross_entropy(logits: Tensor, target: Tensor, classes: Tensor) -> Ten
     return each.sum() / (len(logits) * classes.sum())
 
 
+def binary_cross_entropies(logits: Tensor, target: Tensor, classes: Tensor) -> Tensor:
+    """The same for every image by itself, averaged over `classes`: (N,)."""
+    each = F.binary_cross_entropy_with_logits(logits, target, reduction="none") * classes
+    return each.sum(1) / classes.sum()
+
+
 def distillation(logits: Tensor, teacher: Tensor, classes: Tensor, temperature: float) -> Tensor:
     """T^2 times the KL divergence from the teacher's to the student's tempered softmax; 0 if `classes` has none."""
     target = F.softmax(_low(teacher, classes) / temperature, 1)

@@ -82,6 +82,10 @@ METHODS = {
         "fcil.methods.dde", "exemplars", "learns an image with its neighbours in old features, unbiased by momentum",
         paper="Hu et al. 2021", keeps="exemplars", sends="weights, mean feature",
     ),
+    "glfc": Entry(
+        "fcil.methods.glfc", "exemplars", "even pace of old and new classes; a proxy server picks teachers",
+        paper="Dong et al. 2022", keeps="exemplars, an entropy", sends="weights, gradients of prototypes",
+    ),
     "hr": _hr("hybrid", "Hybrid Replay made to work: a fixed codec, one image domain"),
     "hr-mini": _hr("ablation", "with a tenth of the memory", {"memory_share": 0.1}),
     "hr-no-latents": _hr(

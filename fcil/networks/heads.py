@@ -38,6 +38,10 @@ class Normalise(nn.Module):
             x = x.to(self.centre.dtype) / 255
         return (x - self.centre) / self.spread
 
+    def pixels(self, x: Tensor) -> Tensor:
+        """Return the floats that were centred and scaled to `x`."""
+        return x * self.spread + self.centre
+
 
 class Linear(nn.Linear):
     """A linear layer that computes in the precision of its weights, also where the body before it uses a lower one."""
