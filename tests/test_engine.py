@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from fcil.blocks.training import loaded, weights_of
+from fcil.experiment import assemble
 from fcil.federation.calls import Call
 from fcil.federation.engine import Engine, seeded, threads
 from fcil.federation.fitting import order, rate, work
 from fcil.federation.in_process import InProcess
+from fcil.federation.loop import learn
 from fcil.method import Batch, Fit, Method, Nets, Pool, Setting, Trained, Training, remote
 from fcil.records import ByClass, Done, Update, Weights, record
 from fcil.scenario.benchmarks import Protocol
@@ -21,7 +23,7 @@ from fcil.scenario.memory import Budget
 from fcil.scenario.scenario import Scenario
 from fcil.scenario.tasks import LocalData, Task
 from fcil.seeds import seed_of
-from tests.conftest import TINY
+from tests.conftest import TINY, tiny_plan
 
 PROTOCOL = Protocol(rounds=4, steps=5, batch_size=8, momentum=0.9, weight_decay=1e-2, clip=0.5)
 CALL = Call(seed=0, task=0, step=7, round=1, rounds=4)
@@ -135,6 +137,53 @@ def test_order_shuffles_each_pass_anew_and_follows_its_generator() -> None:
     first, again, other = (order(50, 100, torch.Generator().manual_seed(s)) for s in (0, 0, 1))
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert not torch.equal(first[:50], first[50:]) and not torch.equal(first[:50], torch.arange(50))
+
+
+def shared(pool: Pool, share: float, new: tuple[int, ...], **more: int) -> Tensor:
+    todo = work(a_fit({}, pool), replace(PROTOCOL, new_share=share, **more), CALL._replace(new=new))
+    return todo.tables(torch.Generator().manual_seed(0))[""]
+
+
+@pytest.mark.parametrize(("share", "number"), [(0.5, 4), (0.25, 2), (0.01, 1), (0.99, 7)])
+def test_new_classes_have_their_share_of_every_step(share: float, number: int) -> None:
+    pool = a_pool(40)
+    rows = shared(pool, share, (1, 4))
+    is_new = torch.isin(pool.labels, torch.tensor([1, 4]))
+    assert rows.shape == (5, 8) and is_new[rows].sum(1).tolist() == [number] * 5
+    for kind in (is_new, ~is_new):  # each of them as often as the others, but for one pass that is not over
+        counts = torch.bincount(rows.flatten(), minlength=40)[kind]
+        assert counts.max() - counts.min() <= 1
+
+
+@pytest.mark.parametrize("new", [(), (0, 1, 2, 3, 4, 5), (9,)])
+def test_where_all_are_new_or_none_images_come_as_they_are(new: tuple[int, ...]) -> None:
+    rows = shared(a_pool(40), 0.5, new)
+    assert rows.shape == (5, 8) and sorted(rows.flatten().tolist()) == list(range(40))
+    assert shared(a_pool(40), 0.5, (1,), batch_size=1).shape == (5, 1)
+
+
+def test_without_a_share_no_bit_of_the_order_changes() -> None:
+    rows = shared(a_pool(40), 0.0, (1,))
+    assert torch.equal(rows, order(40, 40, torch.Generator().manual_seed(0)).view(5, 8))
+
+
+def test_a_run_knows_which_classes_are_new() -> None:
+    """Of a client's own classes in the second task and the images that it kept, here all of them."""
+    parts = assemble(tiny_plan("joint", new_share=0.25, batch_size=8), "cpu", workers=1)
+    seen, fit = [], parts.engine.fit
+
+    def fitting(asked: Fit, call: Call, *rest: Any) -> Trained:
+        is_new = torch.isin(asked.pool.labels, torch.tensor(call.new))
+        rows = work(asked, parts.engine.setting.protocol, call).tables(torch.Generator().manual_seed(0))[""]
+        seen.append((call.task, is_new.all().item(), is_new[rows].sum(1).tolist()))
+        return fit(asked, call, *rest)
+
+    parts.engine.fit = fitting  # type: ignore[method-assign]
+    for _ in learn(parts.scenario, parts.server, parts.door, parts.engine):
+        pass
+    later = [counts for task, alone, counts in seen if task and not alone]
+    assert later and all(set(counts) == {2} for counts in later)
+    assert all(set(counts) == {8} for task, _, counts in seen if not task)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ class Call(NamedTuple):
     step: int  # questions asked so far
     round: int = 0
     rounds: int = 1
+    new: tuple[int, ...] = ()  # classes that are new in the task
 
 
 class Question(NamedTuple):

@@ -135,7 +135,7 @@ class Door:
         self.finish()
         self.cursor.step += 1
         message = unflatten(type(message), flatten(message))  # answers come later: the server may have moved on by then
-        call = Call(self.seed, self.task.index, self.cursor.step, self.round, self.of)
+        call = Call(self.seed, self.task.index, self.cursor.step, self.round, self.of, self.task.new)
         self._open = Replies(
             reply_type(handler), self._answers(list(who), handler, message, call), message, self.protocol
         )

@@ -132,15 +132,17 @@ class Engine:
         return seen
 
     def classify(self, message: Any, images: Tensor) -> Tensor:
-        """Return the class of each image, from the broadcast alone, with all cores."""
+        """Return the class of each image, from the broadcast alone."""
+        return self.scores(message, images).argmax(1)
+
+    def scores(self, message: Any, images: Tensor) -> Tensor:
+        """Return the score of every class for each image, from the broadcast alone, with all cores."""
         message = self.receive(message)
         pixels = 2**17 if self.device.type == "cpu" else 2**20  # at once: keeps activations in hundreds of megabytes
         batch_size = min(1000, max(1, pixels // (images.shape[-1] * images.shape[-2])))
         with threads(cores()), torch.inference_mode():
-            parts = [
-                self.client.predict(message, part.to(self.device)).argmax(1) for part in torch.split(images, batch_size)
-            ]
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device=self.device)
+            parts = [self.client.predict(message, part.to(self.device)) for part in torch.split(images, batch_size)]
+        return torch.cat(parts)
 
     def settle(self) -> None:
         """Wait until everything that was asked for is computed."""

@@ -35,7 +35,9 @@ class OverFlower:
         self, who: Sequence[int], handler: Callable[..., Any], message: Any, call: Call
     ) -> Iterator[tuple[int, Answered]]:
         """Send to all nodes at once; yield the answers in the order of `who`, whatever the order they came in."""
-        content = RecordDict({"message": _arrays(message), "call": ConfigRecord(call._asdict())})
+        content = RecordDict(
+            {"message": _arrays(message), "call": ConfigRecord(call._asdict() | {"new": list(call.new)})}
+        )
         mail = [
             Message(content, dst_node_id=self.nodes[client], message_type=f"query.{handler.__name__}")
             for client in who
@@ -117,7 +119,8 @@ def _changed(context: Context, stored: ArrayRecord) -> bool:
 
 
 def _call(config: ConfigRecord) -> Call:
-    return Call(**{name: int(config[name]) for name in Call._fields})
+    numbers = {name: int(config[name]) for name in Call._fields if name != "new"}
+    return Call(**numbers, new=tuple(config["new"]))
 
 
 def _remembered(memory_type: type, context: Context) -> Any:

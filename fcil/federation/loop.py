@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fcil.analysis.decomposition import decomposition
 from fcil.errors import UserError
 from fcil.federation.clients import Door, Tally
 from fcil.federation.engine import Engine
@@ -20,6 +21,7 @@ from fcil.scenario.scenario import Scenario
 from fcil.scenario.tasks import Task
 
 Line = dict[str, Any]
+Scored = list[tuple[Tensor, Tensor]]  # by task: the scores of its test images, and their labels
 
 
 def learn(scenario: Scenario, server: Server, clients: Door, engine: Engine) -> Iterator[Line]:
@@ -32,7 +34,7 @@ def learn(scenario: Scenario, server: Server, clients: Door, engine: Engine) -> 
             every = clients.protocol.evaluate_every
             if every and clients.stage == "train" and (clients.round + 1) % every == 0:
                 where = {"task": task.index, "stage": clients.stage, "round": clients.round, "rounds": clients.of}
-                yield {"kind": "evaluation", **where, **_counted(task, *parts)}
+                yield {"kind": "evaluation", **where, **_counted(_scored(task, *parts), scenario.capacity)}
             yield _round_line(clients)  # last: a run that stops here has the whole round in its ledger
         clients.finish()
         line = _task_line(task, *parts)
@@ -56,7 +58,9 @@ def _round_line(clients: Door) -> Line:
 
 
 def _task_line(task: Task, scenario: Scenario, server: Server, clients: Door, engine: Engine) -> Line:
-    counts = _counted(task, scenario, server, clients, engine)
+    scored = _scored(task, scenario, server, clients, engine)
+    with clients.tally.timing("evaluate"):
+        counts, apart = _counted(scored, scenario.capacity), _taken_apart(task, scored, scenario)
     tally, clients.tally = clients.tally, Tally()
     present = clients.everyone()
     kept = [clients.cursor.kept.get(c, 0) for c in present]
@@ -66,26 +70,32 @@ def _task_line(task: Task, scenario: Scenario, server: Server, clients: Door, en
     return {
         "kind": "task", "task": task.index, **counts, "per_client": per_client(counts["per_class"], held),
         "old": round(100 * sum(counts["correct"][:-1]) / old, 4) if old else None, "measured": measured(),
+        "decomposition": apart,
         "clients": len(present), "lost": tally.lost, "seconds": dict(tally.seconds), "down": tally.down, "up": tally.up,
         "kept": sum(kept), "kept_max": max(kept, default=0),
     }  # fmt: skip
 
 
-def _counted(task: Task, scenario: Scenario, server: Server, clients: Door, engine: Engine) -> Line:
-    """Classify the test images of every task so far with what a device was sent, and nothing else."""
-    right: list[Tensor] = []
-    labels: list[Tensor] = []
+def _scored(task: Task, scenario: Scenario, server: Server, clients: Door, engine: Engine) -> Scored:
+    """Score the test images of every task so far with what a device was sent, and nothing else."""
     with clients.tally.timing("evaluate"):
-        message = engine.receive(server.broadcast())
-        for earlier in scenario.tasks[: task.index + 1]:
-            images, truth = scenario.test(earlier)
-            right.append(engine.classify(message, images).cpu() == truth.cpu())
-            labels.append(truth.cpu())
-    asked, hits = torch.cat(labels), torch.cat(right)
-    total = torch.bincount(asked, minlength=scenario.capacity).tolist()
-    correct = torch.bincount(asked[hits], minlength=scenario.capacity).tolist()
+        message, tests = engine.receive(server.broadcast()), map(scenario.test, scenario.tasks[: task.index + 1])
+        return [(engine.scores(message, images), labels.cpu()) for images, labels in tests]
+
+
+def _counted(scored: Scored, capacity: int) -> Line:
+    right = [scores.argmax(1).cpu() == labels for scores, labels in scored]
+    asked, hits = torch.cat([labels for _, labels in scored]), torch.cat(right)
+    total, correct = (torch.bincount(some, minlength=capacity).tolist() for some in (asked, asked[hits]))
     return {
         "correct": [int(r.sum()) for r in right],
         "total": [len(r) for r in right],
         "per_class": [round(100 * c / n, 4) if n else None for c, n in zip(correct, total, strict=True)],
     }
+
+
+def _taken_apart(task: Task, scored: Scored, scenario: Scenario) -> Line:
+    """Say which pairs of classes are confused, and whether they meet in one client."""
+    held = [torch.from_numpy(scenario.holdings(t)) for t in scenario.tasks[max(0, task.index - 1) : task.index + 1]]
+    scores, labels = (torch.cat(both) for both in zip(*scored, strict=True))
+    return decomposition(scores, labels, [t.new for t in scenario.tasks[: task.index + 1]], held[-1], held[0])

@@ -10,13 +10,15 @@ Inside a task, if asked for:
      "per_class": [84.7, 85.0, null]}
 At the end of a task:
     {"kind": "task", "task": 0, "correct": [70], "total": [72], "per_class": [97.2, 98.6, null],
-     "per_client": [97.5, null], "old": null, "measured": {"old_exemplars": null}, "seconds": {"evaluate": 0.1},
+     "per_client": [97.5, null], "old": null, "measured": {"old_exemplars": null}, "decomposition": {"parts": ...},
+     "seconds": {"evaluate": 0.1},
      "down": 51200, "up": 80, "kept": 6400, "kept_max": 640, "clients": 10}
 
 Tasks and rounds count from 0. `correct` and `total` hold one number for each task so far; `old` is the accuracy on
 all of them but the last, and `measured` is what the method says of itself. Hybrid Replay's `old_exemplars` is the
 accuracy on the old exemplars that were replayed: far above `old`, it shows that replay no longer stands for the images
-it was made from. Seconds and bytes down and up are those since the line before, so a task line has what followed its
+it was made from. `decomposition` says which pairs of classes are confused, and whether they meet in one client
+(docs/forgetting.md). Seconds and bytes down and up are those since the line before, so a task line has what followed its
 last round, and the cost of a task or a run is the sum over its lines. The parts of `seconds` do not overlap. A number
 that is not finite is written as null.
 

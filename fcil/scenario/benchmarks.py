@@ -93,6 +93,12 @@ class Protocol:
         least=0,
         most=0.9,
     )
+    new_share: float = knob(
+        0.0,
+        "share of a step's images that are of new classes, where a client also has others; 0 takes them as they come",
+        least=0,
+        most=0.99,
+    )
     momentum: float = knob(0.9, "momentum of the local SGD, fresh in every round", least=0, most=0.999)
     weight_decay: float = knob(5e-4, "weight decay of the local SGD", least=0)
     clip: float = knob(10.0, "largest norm of a step's gradient; 0 is no limit", least=0)

@@ -1,0 +1,1 @@
+"""What a run says about the paper's claims: forgetting taken apart, privacy, memory."""
