@@ -109,44 +109,47 @@ def together(holdings: Tensor) -> Tensor:
 def split(u: Tensor, tasks: Sequence[Sequence[int]], same: Tensor) -> dict[str, dict[str, float | None]]:
     """Take the loss on all pairs apart, after the last of `tasks`.
 
-    `prior`: pairs of old classes; `new`: of new ones; `intra` and `inter`: an old and a new one, within a client and
-    between two. `parts` add up to the mean over all pairs, `total`; local forgetting is `prior` and `intra` together,
-    global forgetting is `inter`. `means` are over the pairs of a term by themselves, so that a term of few pairs can be
-    compared with one of many.
+    `prior`: pairs of old classes within a client; `new`: of new ones; `intra`: an old and a new one within a client;
+    `inter`: pairs with an old class, between two clients. `parts` add up to the mean over all pairs, `total`; local
+    forgetting is `prior` and `intra` together, global forgetting is `inter`. `means` are over the pairs of a term by
+    themselves, so that a term of few pairs can be compared with one of many.
     """
-    new, old = (
-        torch.tensor([j for task in some for j in task], dtype=torch.int64) for some in (tasks[-1:], tasks[:-1])
-    )
-    across = u[old[:, None], new], same[old[:, None], new]
-    terms = {
-        "prior": _within(u, old), "new": _within(u, new),
-        "intra": (2 * (across[0] * across[1]).sum(), 2 * across[1].sum()),
-        "inter": (2 * (across[0] * (1 - across[1])).sum(), 2 * (1 - across[1]).sum()),
+    order = [j for task in tasks for j in task]
+    u, same = u[order][:, order], same[order][:, order]
+    old = torch.arange(len(order)) < len(order) - len(tasks[-1])
+    apart, both_old, both_new = 1 - torch.eye(len(order)), old[:, None] & old, ~(old[:, None] | old)
+    weights = {
+        "prior": both_old * same, "new": both_new * torch.ones_like(same),
+        "intra": ~(both_old | both_new) * same, "inter": ~both_new * (1 - same),
     }  # fmt: skip
-    pairs = float(sum(weight for _, weight in terms.values()))
-    parts: dict[str, float | None] = {
-        name: _rounded(value / pairs) if pairs else None for name, (value, _) in terms.items()
-    }
-    whole = sum(float(value) for value, _ in terms.values()) / pairs if pairs else None
-    sums = {name: _sum(terms, pairs, of) for name, of in (("local", ("prior", "intra")), ("global", ("inter",)))}
-    means = {name: _rounded(value / weight) if weight > 1e-9 else None for name, (value, weight) in terms.items()}
-    return {"parts": parts | sums | {"total": _rounded(whole)}, "means": means}
+    sums = {name: (float((u * w * apart).sum()), float((w * apart).sum())) for name, w in weights.items()}
+    pairs = sum(weight for _, weight in sums.values())
+    parts = {name: value / pairs if pairs else 0.0 for name, (value, _) in sums.items()}
+    parts |= {"local": parts["prior"] + parts["intra"], "global": parts["inter"], "total": sum(parts.values())}
+    means = {name: value / weight if weight > 1e-9 else None for name, (value, weight) in sums.items()}
+    return {"parts": _rounded(parts), "means": _rounded(means)}
 
 
-def inter_of(u: Tensor, tasks: Sequence[Sequence[int]], same: Tensor) -> float | None:
-    """Return the mean of `inter` after the last of `tasks`; with later losses, whether a later task has mended it."""
-    return split(u, tasks, same)["means"]["inter"]
+def across_clients(u: Tensor, tasks: Sequence[Sequence[int]], same: Tensor) -> float | None:
+    """Return the mean loss on pairs of an old class and one of the last task, between two clients.
+
+    With the losses after a later task it says whether that has mended them, as the paper promises.
+    """
+    old, new = _old_and_new(u, tasks)
+    value, weight = (u[old][:, new] * (1 - same[old][:, new])).sum(), (1 - same[old][:, new]).sum()
+    return round(float(value / weight), 5) if weight > 1e-9 else None
 
 
 def between(u: Tensor, tasks: Sequence[Sequence[int]]) -> list[list[float | None]]:
     """Return the mean loss on the pairs of two tasks, or of one with itself; the lower triangle."""
-    rows = [torch.tensor(list(task), dtype=torch.int64) for task in tasks]
+    kinds = [_mask(u, task) for task in tasks]
+    apart = ~torch.eye(len(u), dtype=torch.bool)
 
     def mean(t: int, s: int) -> float | None:
-        value, pairs = _within(u, rows[t]) if s == t else _across(u[rows[t][:, None], rows[s]])
-        return _rounded(value / pairs) if pairs else None
+        chosen = kinds[t][:, None] & kinds[s] & apart
+        return round(float(u[chosen].mean()), 5) if chosen.any() else None
 
-    return [[mean(t, s) for s in range(t + 1)] for t in range(len(rows))]
+    return [[mean(t, s) for s in range(t + 1)] for t in range(len(kinds))]
 
 
 def decomposition(
@@ -155,27 +158,24 @@ def decomposition(
     """Return what a ledger says of it after the last of `tasks`; `before` are the holdings after the task before."""
     shown = set(labels.tolist())  # a class without test images loses nothing that could be measured
     tasks = [[j for j in task if j in shown] for task in tasks]
-    u = losses(scores, labels, sorted(shown)).pair
-    mended = inter_of(u, tasks[:-1], together(before)) if len(tasks) > 2 else None
+    u, same = losses(scores, labels, sorted(shown)).pair, together(holdings)
     return {
-        **split(u, tasks, together(holdings)),
-        "inter_of_the_task_before": mended, "between": between(u, tasks),
-    }  # fmt: skip
+        **split(u, tasks, same),
+        "across": across_clients(u, tasks, same),
+        "across_before": across_clients(u, tasks[:-1], together(before)),
+        "between": between(u, tasks),
+    }
 
 
-def _within(u: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum over ordered pairs of different classes, and how many they are."""
-    block = u[classes[:, None], classes]
-    return block.sum() - block.diagonal().sum(), torch.tensor(float(len(classes) * (len(classes) - 1)))
+def _mask(u: Tensor, classes: Sequence[int]) -> Tensor:
+    chosen = torch.zeros(len(u), dtype=torch.bool)
+    chosen[list(classes)] = True
+    return chosen
 
 
-def _across(block: Tensor) -> tuple[Tensor, Tensor]:
-    return block.sum(), torch.tensor(float(block.numel()))
+def _old_and_new(u: Tensor, tasks: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    return _mask(u, [j for task in tasks[:-1] for j in task]), _mask(u, tasks[-1] if tasks else ())
 
 
-def _sum(terms: Mapping[str, tuple[Tensor, Tensor]], pairs: float, names: Sequence[str]) -> float | None:
-    return _rounded(sum(float(terms[name][0]) for name in names) / pairs) if pairs else None
-
-
-def _rounded(value: Tensor | float | None) -> float | None:
-    return None if value is None else round(float(value), 5)
+def _rounded(values: Mapping[str, float | None]) -> dict[str, float | None]:
+    return {name: None if value is None else round(value, 5) for name, value in values.items()}
