@@ -48,6 +48,7 @@ def cropped(maps: Tensor, least: float, generator: torch.Generator) -> Tensor:
     u = torch.rand(4, count, generator=generator, device=maps.device)
     area = least + (1 - least) * u[0]
     ratio = (math.log(RATIOS[0]) + math.log(RATIOS[1] / RATIOS[0]) * u[1]).exp()
+    ratio = torch.minimum(torch.maximum(ratio, area), 1 / area)  # or it would not fit in
     width, height = ((area * r).sqrt().clamp_max(1.0) for r in (ratio, 1 / ratio))
     across, down = (
         (2 * where - 1)[:, None] * (1 - size)[:, None] + size[:, None] * _places(number, u)

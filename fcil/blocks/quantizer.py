@@ -10,6 +10,7 @@ their sum and the sum of their squares; so the centres move as they would if all
 import torch
 from torch import Tensor
 
+from fcil.errors import UserError
 from fcil.records import record
 
 MOST_CENTRES = 256  # a byte tells so many apart
@@ -28,7 +29,7 @@ class Cells:
 def no_codebooks(channels: int, width: int, centres: int) -> Tensor:
     """Return codebooks before the first exchange: all centres at 0, (books, centres, width)."""
     if channels % width:
-        raise ValueError(f"{channels} channels cannot be cut into parts of {width}")
+        raise UserError(f"maps of {channels} channels cannot be cut into parts of {width}; choose a divisor of them")
     return torch.zeros(channels // width, centres, width)
 
 

@@ -150,17 +150,17 @@ class Client:
         if data.task.index == 0:
             trained = yield Fit(first_loss, load, ("net",), Pool(data.images, data.labels), lr, message.seen)
             return Update(trained.weights, trained.count)
-        once, codes, new = self.config.single_pass, self.codes(data, message), self.new(memory, data, message.round)
-        number = self.config.replay or (STREAM_REPLAYS if once else self.setting.protocol.batch_size)
-        old = torch.cat([codes[:0], *memory.codes.values()]), labels_of(memory.codes).to(data.labels)
+        codes, old = self.codes(data, message), data.cached("old", lambda _: recalled(memory, data))
+        new, once = self.new(memory, data, message.round), self.config.single_pass
+        size, steps = (0, 0) if not once else (1, len(new)) if len(old[1]) else (max(2, len(new)), 1)
+        again = self.config.replay or (STREAM_REPLAYS if once else self.setting.protocol.batch_size)
         trained = yield Fit(
-            self.loss, load, ("net.upper",), pool_of(codes[new], data.labels[new], 1 if once else 0), lr,
-            Given(message.codebooks, message.seen), {"replay": pool_of(*old, 2 * number)}, len(new) if once else 0,
+            self.loss, load, ("net.upper",), pool_of(codes[new], data.labels[new], size), lr,
+            Given(message.codebooks, message.seen), {"replay": pool_of(*old, 2 * again)}, steps,
         )  # fmt: skip
         if once:
-            place = int(memory.place.sum()) + len(new)
             self.keep(memory, data, codes[new], data.labels[new])
-            memory.place = torch.tensor([place], dtype=torch.int32)
+            memory.place = new.new_tensor([int(memory.place.sum()) + len(new)], dtype=torch.int32)
         return Update({n: w for n, w in trained.weights.items() if n.startswith("upper.")}, trained.count)
 
     def new(self, memory: Memory, data: LocalData, round: int) -> Tensor:
@@ -206,7 +206,7 @@ class Client:
     def remember(self, memory: Memory, data: LocalData, message: Model) -> Done:
         rest = self.new(memory, data, self.setting.protocol.rounds - 1)
         self.keep(memory, data, self.codes(data, message)[rest], data.labels[rest])
-        memory.place = torch.zeros(0, dtype=torch.int32)
+        memory.place = memory.place[:0]
         return Done()
 
     def predict(self, message: Model, images: Tensor) -> Tensor:
@@ -218,6 +218,12 @@ class Client:
 def first_loss(nets: Nets, batch: Batch, seen: Tensor) -> Tensor:
     """Cross-entropy over the classes seen: the first task's loss."""
     return cross_entropy(nets["net"](batch.images), batch.labels, seen)
+
+
+def recalled(memory: Memory, data: LocalData) -> tuple[Tensor, Tensor]:
+    """Return all codes that a client keeps, and their labels."""
+    none = data.labels.new_zeros(0, 0, dtype=torch.uint8)
+    return torch.cat(list(memory.codes.values()) or [none]), labels_of(memory.codes).to(data.labels)
 
 
 def pool_of(codes: Tensor, labels: Tensor, batch_size: int) -> Pool:

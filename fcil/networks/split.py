@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from fcil.errors import UserError
 from fcil.networks.heads import Classifier, pooled
 from fcil.networks.norm import activated
 from fcil.networks.resnet import ResNet18
@@ -45,7 +46,7 @@ class SplitClassifier(nn.Module):
         super().__init__()
         parts = pieces(net.body)
         if not 0 < above < len(parts):
-            raise ValueError(f"between 1 and {len(parts) - 1} of the network's pieces can be above, not {above}")
+            raise UserError(f"of the network's {len(parts)} pieces, 1 to {len(parts) - 1} can be plastic, not {above}")
         self.lower = nn.Sequential(net.normalise, *parts[:-above])
         self.upper = Upper(parts[-above:], net.head)
 
