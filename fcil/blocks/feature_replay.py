@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fcil.blocks.exemplars import shares
+from fcil.blocks.exemplars import labels_of, shares
 from fcil.blocks.losses import masked
 from fcil.records import ByClass
 from fcil.scenario.tasks import LocalData
@@ -40,6 +40,12 @@ def kept(codes: ByClass, new: Tensor, labels: Tensor, room: int, generator: torc
 def _distinct(parts: list[Tensor]) -> Tensor:
     found: Tensor = torch.unique(torch.cat(parts), dim=0)
     return found
+
+
+def recalled(codes: ByClass, data: LocalData) -> tuple[Tensor, Tensor]:
+    """Return all codes that are kept, and their labels."""
+    none = data.labels.new_zeros(0, 0, dtype=torch.uint8)
+    return torch.cat(list(codes.values()) or [none]), labels_of(codes).to(data.labels)
 
 
 def cropped(maps: Tensor, least: float, generator: torch.Generator) -> Tensor:

@@ -90,6 +90,10 @@ METHODS = {
         "fcil.methods.remind", "hybrid", "frozen lower layers; replays quantised maps into the upper ones",
         paper="Hayes et al. 2020", keeps="codes of maps", sends="weights, sums of maps by centre",
     ),
+    "remind-plus": Entry(
+        "fcil.methods.remind_plus", "hybrid", "REMIND split earlier, with an autoencoder of maps (our reading)",
+        paper="Wang et al. 2021, our reading", keeps="codes of maps", sends="weights, sums of codes by centre",
+    ),
     "hr": _hr("hybrid", "Hybrid Replay made to work: a fixed codec, one image domain"),
     "hr-mini": _hr("ablation", "with a tenth of the memory", {"memory_share": 0.1}),
     "hr-no-latents": _hr(

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fcil.blocks.exemplars import labels_of, room_for_one
-from fcil.blocks.feature_replay import arrived, kept, replay_loss
+from fcil.blocks.exemplars import room_for_one
+from fcil.blocks.feature_replay import arrived, kept, recalled, replay_loss
 from fcil.blocks.losses import cross_entropy, masked
 from fcil.blocks.quantizer import (
     MOST_CENTRES,
@@ -150,7 +150,7 @@ class Client:
         if data.task.index == 0:
             trained = yield Fit(first_loss, load, ("net",), Pool(data.images, data.labels), lr, message.seen)
             return Update(trained.weights, trained.count)
-        codes, old = self.codes(data, message), data.cached("old", lambda _: recalled(memory, data))
+        codes, old = self.codes(data, message), data.cached("old", lambda _: recalled(memory.codes, data))
         new, once = self.new(memory, data, message.round), self.config.single_pass
         size, steps = (0, 0) if not once else (1, len(new)) if len(old[1]) else (max(2, len(new)), 1)
         again = self.config.replay or (STREAM_REPLAYS if once else self.setting.protocol.batch_size)
@@ -218,12 +218,6 @@ class Client:
 def first_loss(nets: Nets, batch: Batch, seen: Tensor) -> Tensor:
     """Cross-entropy over the classes seen: the first task's loss."""
     return cross_entropy(nets["net"](batch.images), batch.labels, seen)
-
-
-def recalled(memory: Memory, data: LocalData) -> tuple[Tensor, Tensor]:
-    """Return all codes that a client keeps, and their labels."""
-    none = data.labels.new_zeros(0, 0, dtype=torch.uint8)
-    return torch.cat(list(memory.codes.values()) or [none]), labels_of(memory.codes).to(data.labels)
 
 
 def pool_of(codes: Tensor, labels: Tensor, batch_size: int) -> Pool:
