@@ -5,24 +5,54 @@ Hayes et al., "REMIND Your Neural Network to Prevent Catastrophic Forgetting", E
 
 import math
 from collections.abc import Callable
+from dataclasses import field
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fcil.blocks.exemplars import labels_of, shares
+from fcil.blocks.exemplars import labels_of, room_for_one, shares
 from fcil.blocks.losses import masked
-from fcil.records import ByClass
+from fcil.errors import UserError
+from fcil.records import ByClass, record
 from fcil.scenario.tasks import LocalData
 
+PLACE_BYTES = 4  # of what a client notes of a stream
 RATIOS = (3 / 4, 4 / 3)  # of a crop's sides
 TRIES = 16  # pairs of draws of which the first good one counts
 
 
-def arrived(data: LocalData, place: int, round: int, rounds: int) -> Tensor:
-    """Return which images of a task have come by this round, after the first `place`: evenly, in random order."""
+@record
+class Memory:
+    """Codes by class, and how many images of a stream have been learned from."""
+
+    codes: ByClass = field(default_factory=dict)
+    place: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int32))
+
+
+def room_for(unit: int, streams: bool, room: int) -> None:
+    """Refuse a memory of `room` bytes in which there is no place for a code of `unit`, or for that of a stream."""
+    room_for_one(unit + PLACE_BYTES * streams, room, "more channels to a part")
+    if room < PLACE_BYTES * streams:
+        raise UserError(f"single_pass notes {PLACE_BYTES} bytes of a client's stream; set a larger memory")
+
+
+def due(memory: Memory, data: LocalData, streams: bool, round: int, rounds: int) -> Tensor:
+    """Return which images to learn from: all, or of a stream those that came since its client last learned.
+
+    The images of a stream come evenly over the rounds, in random order.
+    """
+    if not streams:
+        return torch.arange(len(data.labels), device=data.labels.device)
     stream = data.cached("stream", lambda draws: torch.randperm(len(data.labels), generator=draws, device=draws.device))
-    return stream[place : len(stream) * (round + 1) // rounds]
+    return stream[int(memory.place.sum()) : len(stream) * (round + 1) // rounds]
+
+
+def keep(memory: Memory, data: LocalData, codes: Tensor, rows: Tensor, streams: bool, room: int, ends: bool) -> None:
+    """Add the codes of these images to a memory of `room` bytes; while a stream has not ended, note its place."""
+    place = int(memory.place.sum()) + len(rows)
+    memory.codes = kept(memory.codes, codes[rows], data.labels[rows], room - PLACE_BYTES * streams, data.generator)
+    memory.place = torch.tensor([] if ends else [place], dtype=torch.int32, device=codes.device)
 
 
 def kept(codes: ByClass, new: Tensor, labels: Tensor, room: int, generator: torch.Generator) -> ByClass:

@@ -13,7 +13,6 @@ from torch import Tensor
 from fcil.errors import UserError
 from fcil.records import record
 
-MOST_CENTRES = 256  # a byte tells so many apart
 AT_ONCE = 2**14  # vectors whose distances to all centres are computed at a time
 
 

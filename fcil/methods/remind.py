@@ -14,37 +14,23 @@ as for every other method.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fcil.blocks.exemplars import room_for_one
-from fcil.blocks.feature_replay import arrived, kept, recalled, replay_loss
+from fcil.blocks.feature_replay import Memory, due, keep, recalled, replay_loss, room_for
 from fcil.blocks.losses import cross_entropy, masked
-from fcil.blocks.quantizer import (
-    MOST_CENTRES,
-    Cells,
-    cells,
-    code_bytes,
-    coded,
-    decoded,
-    moved,
-    no_codebooks,
-    quantised,
-    vectors,
-)
+from fcil.blocks.quantizer import Cells, cells, code_bytes, coded, decoded, no_codebooks, quantised, vectors
 from fcil.blocks.training import in_parts, loaded, weights_of
-from fcil.errors import UserError
+from fcil.federation.rounds import fit_codebooks
 from fcil.knobs import knob
 from fcil.method import Batch, Clients, Fit, Method, Nets, Pool, Setting, Training, remote
 from fcil.networks.split import SplitClassifier
-from fcil.records import ByClass, Done, Update, Weights, record
+from fcil.records import Done, Update, Weights, record
 from fcil.scenario.tasks import LocalData, Task, mask
-from fcil.seeds import seed_of
 
-PLACE_BYTES = 4  # of what a client notes of its stream
 STREAM_REPLAYS = 50  # beside a single new image, as in the paper
 
 
@@ -58,7 +44,7 @@ class Config:
         "convolutions of the small network (of its 3)", least=1,
     )  # fmt: skip
     part: int = knob(16, "channels that a byte stands for: 32 codebooks for 512 channels", least=1)
-    centres: int = knob(256, "entries of a codebook", least=1, most=MOST_CENTRES)
+    centres: int = knob(256, "entries of a codebook", least=1, most=256)
     exchanges: int = knob(10, "exchanges of sums in which codebooks are found", least=1)
     replay: int = knob(
         0, "replayed maps beside the new ones of a step, each mixed of two; 0 is as many as those, or 50 beside the "
@@ -91,14 +77,6 @@ class Given:
     seen: Tensor
 
 
-@record
-class Memory:
-    """Codes by class, and how many images of the stream have been learned from."""
-
-    codes: ByClass = field(default_factory=dict)
-    place: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int32))
-
-
 class Server:
     """Averages what the clients train, and moves the centres of the codebooks."""
 
@@ -119,13 +97,7 @@ class Server:
             self.state.weights = self.state.weights | updates.mean("weights")
             yield
         if task.index == 0:
-            for exchange in clients.rounds(self.config.exchanges, "codebooks"):
-                found = clients.ask(clients.everyone(), Client.measure, self.broadcast())
-                if len(found):
-                    pooled = Cells(*(found.sum(part) for part in ("sums", "squares", "counts")))
-                    draws = torch.Generator().manual_seed(seed_of("codebooks", exchange))
-                    self.state.codebooks, self.state.fitted = moved(self.state.codebooks, pooled, draws), True
-                yield
+            yield from fit_codebooks(self, clients, Client.measure, self.config.exchanges)
         clients.ask(clients.everyone(), Client.remember, self.broadcast())
 
 
@@ -135,11 +107,9 @@ class Client:
     def __init__(self, config: Config, setting: Setting):
         self.config, self.setting = config, setting
         self.net = SplitClassifier(setting.classifier(), config.plastic)
-        self.shape, self.notes = self.net.maps_of(setting.shape), PLACE_BYTES if config.single_pass else 0
+        self.shape = self.net.maps_of(setting.shape)
         unit = code_bytes(no_codebooks(self.shape[0], config.part, config.centres), self.shape)
-        room_for_one(unit + self.notes, setting.budget.per_client, "more channels to a part")
-        if setting.budget.per_client < self.notes:
-            raise UserError(f"single_pass notes {self.notes} bytes of a client's stream; set a larger memory")
+        room_for(unit, config.single_pass, setting.budget.per_client)
 
     def networks(self) -> dict[str, nn.Module]:
         return {"net": self.net}
@@ -151,7 +121,8 @@ class Client:
             trained = yield Fit(first_loss, load, ("net",), Pool(data.images, data.labels), lr, message.seen)
             return Update(trained.weights, trained.count)
         codes, old = self.codes(data, message), data.cached("old", lambda _: recalled(memory.codes, data))
-        new, once = self.new(memory, data, message.round), self.config.single_pass
+        once = self.config.single_pass
+        new = due(memory, data, once, message.round, self.setting.protocol.rounds)
         size, steps = (0, 0) if not once else (1, len(new)) if len(old[1]) else (max(2, len(new)), 1)
         again = self.config.replay or (STREAM_REPLAYS if once else self.setting.protocol.batch_size)
         trained = yield Fit(
@@ -159,15 +130,8 @@ class Client:
             Given(message.codebooks, message.seen), {"replay": pool_of(*old, 2 * again)}, steps,
         )  # fmt: skip
         if once:
-            self.keep(memory, data, codes[new], data.labels[new])
-            memory.place = new.new_tensor([int(memory.place.sum()) + len(new)], dtype=torch.int32)
+            keep(memory, data, codes, new, once, self.setting.budget.at(data.task), ends=False)
         return Update({n: w for n, w in trained.weights.items() if n.startswith("upper.")}, trained.count)
-
-    def new(self, memory: Memory, data: LocalData, round: int) -> Tensor:
-        """Return which images to learn from: all, or in a single pass those that came since the client last did."""
-        if not self.config.single_pass or data.task.index == 0:
-            return torch.arange(len(data.labels), device=data.labels.device)
-        return arrived(data, int(memory.place.sum()), round, self.setting.protocol.rounds)
 
     @torch.no_grad()
     def maps(self, data: LocalData, message: Model) -> Tensor:
@@ -178,11 +142,6 @@ class Client:
     def codes(self, data: LocalData, message: Model) -> Tensor:
         """Return their codes."""
         return data.cached("codes", lambda _: coded(message.codebooks, self.maps(data, message)))
-
-    def keep(self, memory: Memory, data: LocalData, codes: Tensor, labels: Tensor) -> None:
-        """Add codes to the memory, as far as its bytes reach."""
-        room = max(0, self.setting.budget.at(data.task) - self.notes)
-        memory.codes = kept(memory.codes, codes, labels, room, data.generator)
 
     def loss(self, nets: Nets, batch: Batch, given: Given) -> Tensor:
         codes, labels, c = batch.extra["codes"], batch.labels, self.config
@@ -204,9 +163,9 @@ class Client:
     @remote
     @torch.no_grad()
     def remember(self, memory: Memory, data: LocalData, message: Model) -> Done:
-        rest = self.new(memory, data, self.setting.protocol.rounds - 1)
-        self.keep(memory, data, self.codes(data, message)[rest], data.labels[rest])
-        memory.place = memory.place[:0]
+        once, codes = self.config.single_pass, self.codes(data, message)
+        rest = due(memory, data, once, self.setting.protocol.rounds - 1, self.setting.protocol.rounds)
+        keep(memory, data, codes, rest, once, self.setting.budget.at(data.task), ends=True)
         return Done()
 
     def predict(self, message: Model, images: Tensor) -> Tensor:
