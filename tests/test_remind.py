@@ -251,8 +251,8 @@ class Seen:
 
 
 @cache
-def ran(**settings: Any) -> Seen:
-    parts = assemble(tiny_plan("remind", **settings), "cpu", workers=1)
+def ran(method: str = "remind", **settings: Any) -> Seen:
+    parts = assemble(tiny_plan(method, **settings), "cpu", workers=1)
     out, do, ask = Seen(parts, [], [], [], [], [], [], []), parts.engine.fit, parts.door.ask
     deliver = parts.transport.deliver
 
@@ -449,15 +449,15 @@ class Run:
 
 
 @cache
-def by_fcil() -> Run:
-    parts = assemble(plan("remind", ALONE, settings=SETTINGS), "cpu", workers=1)
+def by_fcil(method: str = "remind", **settings: Any) -> Run:
+    parts = assemble(plan(method, ALONE, settings={**SETTINGS, **settings}), "cpu", workers=1)
     state = parts.server.state
-    out = Run({n: t.clone() for n, t in state.weights.items()}, [], [], *(torch.zeros(0) for _ in range(3)))
+    out = Run(weights_in(state), [], [], *(torch.zeros(0) for _ in range(3)))
     for line in learn(parts.scenario, parts.server, parts.door, parts.engine):
         if line["kind"] == "task":
             data, memory = parts.scenario.local(0, parts.door.task), parts.transport.memories[0]
             out.data.append((data.images, data.labels))
-            out.weights.append({n: t.clone() for n, t in state.weights.items()})
+            out.weights.append(weights_in(state))
             if line["task"] == 0:
                 out.codes = torch.cat(list(memory.codes.values()))
                 out.labels = torch.tensor([j for j, rows in memory.codes.items() for _ in rows])
@@ -465,9 +465,19 @@ def by_fcil() -> Run:
     return out
 
 
+def weights_in(state: Any) -> Numbers:
+    """All that is trained; an autoencoder's weights have names that begin with it."""
+    more = {f"autoencoder.{n}": t.clone() for n, t in getattr(state, "autoencoder", {}).items()}
+    return {n: t.clone() for n, t in state.weights.items()} | more
+
+
 def layer(w: Numbers, name: str, x: Tensor, stride: int, training: bool) -> Tensor:
     """Convolution, batch norm, ReLU."""
-    x, norm = F.conv2d(x, w[f"{name}.conv.weight"], stride=stride, padding=1), f"{name}.norm"
+    x = F.conv2d(x, w[f"{name}.conv.weight"], stride=stride, padding=1)
+    return normalised(w, f"{name}.norm", x, training).relu()
+
+
+def normalised(w: Numbers, norm: str, x: Tensor, training: bool) -> Tensor:
     mean, var = w[f"{norm}.running_mean"], w[f"{norm}.running_var"]
     if training:
         mean, var, n = x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0), x.numel() / x.shape[1]
@@ -476,7 +486,7 @@ def layer(w: Numbers, name: str, x: Tensor, stride: int, training: bool) -> Tens
             w[f"{norm}.running_var"] += 0.1 * (var * n / (n - 1) - w[f"{norm}.running_var"])
             w[f"{norm}.num_batches_tracked"] += 1
     x = (x - mean.view(-1, 1, 1)) / (var.view(-1, 1, 1) + 1e-5).sqrt()
-    return (x * w[f"{norm}.weight"].view(-1, 1, 1) + w[f"{norm}.bias"].view(-1, 1, 1)).relu()
+    return x * w[f"{norm}.weight"].view(-1, 1, 1) + w[f"{norm}.bias"].view(-1, 1, 1)
 
 
 def lower(w: Numbers, images: Tensor, training: bool) -> Tensor:
@@ -488,7 +498,7 @@ def upper(w: Numbers, maps: Tensor, training: bool) -> Tensor:
     return layer(w, "upper.body.0", maps, 2, training).mean((2, 3)) @ w["upper.head.weight"].T + w["upper.head.bias"]
 
 
-def descended(w: Numbers, loss: Callable[[Numbers, int], Tensor], learns: str, round: int) -> Numbers:
+def descended(w: Numbers, loss: Callable[[Numbers, int], Tensor], learns: str | tuple[str, ...], round: int) -> Numbers:
     """SGD with momentum, decay, clipping and cosine on what begins with `learns`."""
     w = {name: value.detach().clone() for name, value in w.items()}
     learned = {n: v.requires_grad_() for n, v in w.items() if n.startswith(learns) and reference.is_parameter(n)}
@@ -504,13 +514,13 @@ def descended(w: Numbers, loss: Callable[[Numbers, int], Tensor], learns: str, r
     return {name: value.detach() for name, value in w.items()}
 
 
-def codebooks_by_hand(maps: Tensor) -> Tensor:
-    """Both codebooks in step, since both draw from the same stream of random numbers."""
-    parts = [maps[:, :16].movedim(1, 3).reshape(-1, 16), maps[:, 16:].movedim(1, 3).reshape(-1, 16)]
-    books = [torch.zeros(CENTRES, 16) for _ in parts]
+def codebooks_by_hand(maps: Tensor, width: int) -> Tensor:
+    """k-means on the vectors of every part; a centre without vectors goes to where it is drawn."""
+    parts = [part.movedim(1, 3).reshape(-1, width) for part in maps.split(width, 1)]
+    books = [torch.zeros(CENTRES, width) for _ in parts]
     for e in range(EXCHANGES):
         generator = torch.Generator().manual_seed(seed_of("codebooks", e))
-        noise = torch.randn(2, CENTRES, 16, generator=generator)
+        noise = torch.randn(len(parts), CENTRES, width, generator=generator)
         cells = [
             [found[torch.cdist(found, centres).argmin(1) == c] for c in range(CENTRES)]
             for found, centres in zip(parts, books, strict=True)
@@ -528,20 +538,21 @@ def codebooks_by_hand(maps: Tensor) -> Tensor:
 
 def codes_by_hand(books: Tensor, maps: Tensor) -> Tensor:
     """Image by image, place by place, part by part."""
-    rows = []
+    rows, width = [], books.shape[2]
     for image in maps:
         places = [image[:, r, c] for r in range(4) for c in range(4)]
-        rows.append([int((book - place[16 * b : 16 * b + 16]).norm(dim=1).argmin())
+        rows.append([int((book - place[width * b : width * b + width]).norm(dim=1).argmin())
                      for place in places for b, book in enumerate(books)])  # fmt: skip
     return torch.tensor(rows)
 
 
 def maps_by_hand(books: Tensor, codes: Tensor) -> Tensor:
-    maps = torch.zeros(len(codes), 32, 4, 4)
+    number, _, width = books.shape
+    maps = torch.zeros(len(codes), number * width, 4, 4)
     for i, code in enumerate(codes.tolist()):
         for place in range(16):
-            for b in range(2):
-                maps[i, 16 * b : 16 * b + 16, place // 4, place % 4] = books[b, code[2 * place + b]]
+            for b in range(number):
+                maps[i, width * b : width * b + width, place // 4, place % 4] = books[b, code[number * place + b]]
     return maps
 
 
@@ -554,6 +565,22 @@ def share_by_hand(generator: torch.Generator) -> float:
 
 def step_generator(step: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed_of(0, 0, step))
+
+
+def replay_by_hand(
+    score: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, least: float, generator: torch.Generator,
+    mixup: bool = True, crop: bool = True,
+) -> Tensor:  # fmt: skip
+    """The loss of a batch of new maps, and after them twice as many to be mixed by twos; four classes are known."""
+    known = [0, 1, 2, 3]
+    u = torch.rand(4, len(x), generator=generator)
+    share = share_by_hand(generator) if mixup else 1.0
+    if crop:
+        x = torch.stack([piece(own, window) for own, window in zip(x, windows_from(u, least), strict=True)])
+    said = score(torch.cat([x[:BATCH], share * x[BATCH : 2 * BATCH] + (1 - share) * x[2 * BATCH :]]))
+    total = reference.likelihood(said[:BATCH], y[:BATCH], known)
+    total = total + share * reference.likelihood(said[BATCH:], y[BATCH : 2 * BATCH], known)
+    return (total + (1 - share) * reference.likelihood(said[BATCH:], y[2 * BATCH :], known)) / 2
 
 
 def by_hand(given: Run, mixup: bool = True, crop: bool = True) -> tuple[list[Numbers], Tensor, Tensor]:
@@ -571,7 +598,7 @@ def by_hand(given: Run, mixup: bool = True, crop: bool = True) -> tuple[list[Num
     results.append(w)
     with torch.no_grad():
         maps, new_maps = lower(w, images, False), lower(w, later, False)
-    books = codebooks_by_hand(maps)
+    books = codebooks_by_hand(maps, 16)
     old, new = maps_by_hand(books, given.codes.long()), maps_by_hand(books, codes_by_hand(books, new_maps))
     for round in range(ROUNDS):
         step += 1
@@ -583,16 +610,7 @@ def by_hand(given: Run, mixup: bool = True, crop: bool = True) -> tuple[list[Num
             v: Numbers, s: int, rows: Tensor = rows, again: Tensor = again, generator: torch.Generator = generator
         ) -> Tensor:
             x, y = torch.cat([new[rows[s]], old[again[s]]]), torch.cat([new_labels[rows[s]], given.labels[again[s]]])
-            u = torch.rand(4, len(x), generator=generator)
-            share = share_by_hand(generator) if mixup else 1.0
-            if crop:
-                x = torch.stack([piece(own, window) for own, window in zip(x, windows_from(u, 0.5), strict=True)])
-            mixed = share * x[BATCH : 2 * BATCH] + (1 - share) * x[2 * BATCH :]
-            said = upper(v, torch.cat([x[:BATCH], mixed]), True)
-            total = reference.likelihood(said[:BATCH], y[:BATCH], [0, 1, 2, 3])
-            total = total + share * reference.likelihood(said[BATCH:], y[BATCH : 2 * BATCH], [0, 1, 2, 3])
-            total = total + (1 - share) * reference.likelihood(said[BATCH:], y[2 * BATCH :], [0, 1, 2, 3])
-            return total / 2
+            return replay_by_hand(lambda z: upper(v, z, True), x, y, 0.5, generator, mixup, crop)
 
         w = descended(w, replay, "upper.", round)
     results.append(w)
