@@ -1,5 +1,6 @@
 """REMIND: what is frozen, quantised, kept, replayed and sent; and one client is the centralised algorithm."""
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from fcil.method import Fit
 from fcil.networks import build
 from fcil.networks.split import SplitClassifier
 from fcil.plan import plan
-from fcil.records import flatten, size_in_bytes
+from fcil.records import flatten, size_in_bytes, unflatten
 from fcil.scenario.tasks import mask
 from fcil.seeds import seed_of
 from tests import test_reference as reference
@@ -409,6 +410,26 @@ def test_a_client_that_has_nothing_to_replay_learns_what_has_come_in_one_step() 
     seen = ran(single_pass=True, joining=3, train_limit=40)
     fits = [fit for t, _, fit in seen.fits if t > 0 and len(fit.pool) and not len(fit.beside["replay"])]
     assert fits and all(fit.steps == 1 and fit.pool.batch_size == max(2, len(fit.pool)) for fit in fits)
+
+
+def test_a_single_pass_goes_on_from_its_records() -> None:
+    """After every line a new server, engine and door take over: all they get is state, memories and cursor."""
+    settings = {"single_pass": True, "rounds": 4, "tasks": 2, "exchanges": 2}
+    whole, parts, lines = ran(**settings), assemble(tiny_plan("remind", **settings), "cpu", workers=1), []
+    while (line := next(learn(parts.scenario, parts.server, parts.door, parts.engine), None)) is not None:
+        lines.append(line)
+        heir = assemble(tiny_plan("remind", **settings), "cpu", workers=1)
+        heir.server.state, heir.door.cursor = remade(parts.server.state), copy.deepcopy(parts.door.cursor)
+        heir.transport.memories = {client: remade(memory) for client, memory in parts.transport.memories.items()}
+        parts = heir
+    assert [{**line, "seconds": 0} for line in lines] == [{**line, "seconds": 0} for line in whole.lines]
+    one, other = flatten(parts.server.state), flatten(whole.parts.server.state)
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def remade(rec: Any) -> Any:
+    """Take a record apart and put it together again."""
+    return unflatten(type(rec), {name: tensor.clone() for name, tensor in flatten(rec).items()})
 
 
 @pytest.mark.parametrize(
