@@ -4,7 +4,8 @@ Jégou, Douze and Schmid, "Product Quantization for Nearest Neighbor Search", TP
 into parts of `width`; in each place, each part is one byte: the number of the nearest centre in that part's codebook.
 
 Codebooks are found by k-means. In each exchange clients send, for every centre, how many vectors are nearest to it,
-their sum and the sum of their squares; so the centres move as they would if all vectors lay in one place.
+their sum and the sum of their squares; so the centres move as they would if all vectors lay in one place. The server
+needs the totals alone. Who sees what one client sends, sees its vector wherever that is the only one of a centre.
 """
 
 import torch
