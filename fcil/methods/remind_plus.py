@@ -152,12 +152,12 @@ class Client:
         size, steps = (0, 0) if not once else (1, len(new)) if len(old[1]) else (max(2, len(new)), 1)
         again = self.config.replay or (STREAM_REPLAYS if once else self.setting.protocol.batch_size)
         load |= {"autoencoder": message.autoencoder}
+        if once:  # from the next time on they are replayed, too
+            keep(memory, data, codes, new, once, self.setting.budget.at(data.task), ends=False)
         trained = yield Fit(
             self.loss, load, ("net.upper",), pool_of(codes[new], data.labels[new], size), lr,
             Given(message.codebooks, message.seen), {"replay": pool_of(*old, 2 * again)}, steps,
         )  # fmt: skip
-        if once:
-            keep(memory, data, codes, new, once, self.setting.budget.at(data.task), ends=False)
         return Update({n: w for n, w in trained.weights.items() if n.startswith("upper.")}, trained.count)
 
     @remote
