@@ -260,7 +260,7 @@ def loss_of(parts: Parts, fit: Fit, given: Any, generator: torch.Generator) -> C
     parts.engine.slots[0].networks.thaw(fit)
     nets = {name: parts.engine.nets[name] for name in fit.load}
     beside = {
-        name: Batch(pool.images[:4].float(), pool.labels[:4], generator)
+        name: Batch(pool.images[:4].float(), pool.labels[:4], generator, {n: t[:4] for n, t in pool.extra.items()})
         for name, pool in fit.beside.items()
         if len(pool)
     }

@@ -1,12 +1,16 @@
-"""What methods do with their clients that is not their own: federated averaging, and the fitting of a codec."""
+"""What methods do with their clients that is not their own: federated averaging, fitting a codec or codebooks."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from fcil.blocks.codec import Statistics, TransformCodec
+from fcil.blocks.quantizer import Cells, moved
 from fcil.method import Clients, remote
 from fcil.records import Done
 from fcil.scenario.tasks import LocalData, Task
+from fcil.seeds import seed_of
 
 
 def fedavg(
@@ -30,3 +34,14 @@ def fit_codec(server: Any, task: Task, clients: Clients, answer: Callable[..., A
     if isinstance(server.codec, TransformCodec) and task.index == 0 and clients.once("codec"):
         replies = clients.ask(clients.everyone(), answer, Done())
         server.state.codec = server.codec.fitted(replies.sum("sums"))
+
+
+def fit_codebooks(server: Any, clients: Clients, measure: Callable[..., Any], exchanges: int) -> Iterator[None]:
+    """Find `server.state.codebooks` by exchanges of sums with everyone; yield after each."""
+    for exchange in clients.rounds(exchanges, "codebooks"):
+        found = clients.ask(clients.everyone(), measure, server.broadcast())
+        if len(found):
+            pooled = Cells(*(found.sum(part) for part in ("sums", "squares", "counts")))
+            draws = torch.Generator().manual_seed(seed_of("codebooks", exchange))
+            server.state.codebooks, server.state.fitted = moved(server.state.codebooks, pooled, draws), True
+        yield

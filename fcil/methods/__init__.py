@@ -86,6 +86,14 @@ METHODS = {
         "fcil.methods.glfc", "exemplars", "even pace of old and new classes; a proxy server picks teachers",
         paper="Dong et al. 2022", keeps="exemplars, an entropy", sends="weights, gradients of prototypes",
     ),
+    "remind": Entry(
+        "fcil.methods.remind", "hybrid", "frozen lower layers; replays quantised maps into the upper ones",
+        paper="Hayes et al. 2020", keeps="codes of maps", sends="weights, sums of maps by centre",
+    ),
+    "remind-plus": Entry(
+        "fcil.methods.remind_plus", "hybrid", "REMIND split earlier, with an autoencoder of maps (our reading)",
+        paper="Wang et al. 2021, our reading", keeps="codes of maps", sends="weights, sums of codes by centre",
+    ),
     "hr": _hr("hybrid", "Hybrid Replay made to work: a fixed codec, one image domain"),
     "hr-mini": _hr("ablation", "with a tenth of the memory", {"memory_share": 0.1}),
     "hr-no-latents": _hr(
