@@ -234,6 +234,13 @@ def test_survives_clients_without_images(method: str, active: int, images: int) 
     assert first and all(reply.count == 0 for reply in first)
 
 
+@every_method
+def test_survives_clients_at_different_tasks(method: str) -> None:
+    parts, lines = finished(method, Watching, benchmark=replace(TINY, lag=1, clients=6, active=3))
+    assert set(parts.scenario.lags.tolist()) == {0, 1} and len(accuracies(lines)) == 3 and all_finite(parts)
+    assert {len(seen.images) > 0 for seen in parts.transport.seen if seen.task == 0} == {False, True}
+
+
 def all_finite(parts: Parts) -> bool:
     flat = flatten(parts.server.broadcast())
     return all(t.isfinite().all() for t in flat.values() if t.is_floating_point())
