@@ -167,7 +167,9 @@ def test_clients_behind_have_their_share_of_a_task_so_many_tasks_later(more):
         for client, images in held.items():
             own = t - lags[client]
             assert images == (then[own].get(client, []) if own >= 0 else [])
-    assert any({j for j, _ in images} <= set(late.tasks[0].new) for c, images in held.items() if lags[c] == 2 and images)
+    assert any(
+        {j for j, _ in images} <= set(late.tasks[0].new) for c, images in held.items() if lags[c] == 2 and images
+    )
 
 
 def test_shares_and_holdings_are_those_of_clients_behind():

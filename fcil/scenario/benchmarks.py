@@ -59,8 +59,8 @@ class Benchmark:
     )
     lag: int = knob(
         0,
-        "tasks that a client may be behind: each has a number of its own, from 0 to this, has its share of a task so many "
-        "tasks later, and nothing before; 0 is all at the same task",
+        "most tasks that a client is behind: each has a number of its own, from 0 to this, gets its share of a task so "
+        "many tasks later, and has nothing before; 0 is all at the same task",
         least=0,
     )
     memory: float = knob(
