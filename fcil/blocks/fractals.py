@@ -113,27 +113,25 @@ def pretrained(
     Every eighth image is kept aside; returned is the loss on those, before and after.
     """
     aside = torch.arange(len(labels), device=labels.device) % 8 == 7
-    classes, width = int(labels.max()) + 1, net.head.in_features  # type: ignore[union-attr]
-    head = nn.Linear(width, classes, device=images.device)  # type: ignore[arg-type]
-    with torch.no_grad():
-        head.weight.copy_(normal((classes, width), generator) * width**-0.5)  # type: ignore[operator, arg-type]
-        head.bias.zero_()
-    optimizer = torch.optim.Adam([*net.body.parameters(), *head.parameters()], lr)  # type: ignore[union-attr]
+    classes, width = int(labels.max()) + 1, int(net.head.in_features)  # type: ignore[union-attr, arg-type]
+    head = (normal((classes, width), generator) * width**-0.5).requires_grad_()
+    optimizer = torch.optim.Adam([*net.body.parameters(), head], lr)  # type: ignore[union-attr]
     learned, known = images[~aside], labels[~aside]
     before = _loss(net, head, images[aside], labels[aside])
     net.train()
     for _ in range(steps):
         rows = torch.randint(0, len(known), (batch_size,), generator=generator, device=labels.device)
         optimizer.zero_grad()
-        F.cross_entropy(head(net.features(learned[rows])), known[rows]).backward()  # type: ignore[operator, no-untyped-call]
+        loss = F.cross_entropy(net.features(learned[rows]) @ head.T, known[rows])  # type: ignore[operator]
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return before, _loss(net, head, images[aside], labels[aside])
 
 
 @torch.no_grad()
-def _loss(net: nn.Module, head: nn.Module, images: Tensor, labels: Tensor) -> float:
+def _loss(net: nn.Module, head: Tensor, images: Tensor, labels: Tensor) -> float:
     net.eval()
-    logits = torch.cat([head(net.features(part)) for part in torch.split(images, 256)])  # type: ignore[operator]
+    logits = torch.cat([net.features(part) @ head.T for part in torch.split(images, 256)])  # type: ignore[operator]
     return float(F.cross_entropy(logits, labels))
 
 
