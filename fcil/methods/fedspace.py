@@ -1,15 +1,14 @@
 """FedSpace: rotated images as classes of their own, global prototypes with noise in place of old images, no memory.
 
-Shenaj, Toldo, Rigon and Zanuttigh, "Asynchronous Federated Continual Learning", CVPR Workshops 2023. The body of the
-network first learns fractals, which are nobody's data. Clients then train with three losses: labels and rotations
-among the classes at hand; old classes by their prototypes, mean features pooled over clients, with Gaussian noise; and
-a contrast that draws an image to its class, prototypes included. The server follows the clients slowly: prototypes by a
-moving average, and the global model is half of what it was. The clients may be at different tasks: see the benchmark's
-`lag`.
+Shenaj, Toldo, Rigon and Zanuttigh, "Asynchronous Federated Continual Learning", CVPR Workshops 2023. The network's body
+first learns fractals, which are nobody's data. Clients then train with three losses: labels and rotations among the
+classes at hand; old classes by their prototypes, mean features pooled over clients, with Gaussian noise; and a contrast
+that draws images to their class, prototypes included. The server follows slowly: prototypes by a moving average, and
+half of the global model is the last one. Clients may be at different tasks: see the benchmark's `lag`.
 
 Here clients have SGD as all others do, not Adam; its rate was chosen on held-out images of the first task. Replies are
 averaged as the protocol says (`weighting=samples` is the paper's). The released code pre-trains nothing, as its loop
-takes no step, and sends the radius with every client's first task: here the first task that anyone has images of.
+takes no step; and its clients measure the radius in their own first task, here in the first that anyone has images of.
 """
 
 from collections.abc import Iterator
