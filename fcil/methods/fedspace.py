@@ -1,14 +1,14 @@
 """FedSpace: rotated images as classes of their own, global prototypes with noise in place of old images, no memory.
 
 Shenaj, Toldo, Rigon and Zanuttigh, "Asynchronous Federated Continual Learning", CVPR Workshops 2023. The network's body
-first learns fractals, which are nobody's data. Clients then train with three losses: labels and rotations among the
-classes at hand; old classes by their prototypes, mean features pooled over clients, with Gaussian noise; and a contrast
-that draws images to their class, prototypes included. The server follows slowly: prototypes by a moving average, and
-half of the global model is the last one. Clients may be at different tasks: see the benchmark's `lag`.
+first learns fractals, which are nobody's data. Clients, who may be at different tasks (`lag`), train with three losses:
+labels and rotations among the classes at hand; old classes by prototypes, mean features pooled over clients, with noise;
+and a contrast that draws images to their class, prototypes included. The server follows slowly: prototypes by a moving
+average, and half of the global model is the last one.
 
-Here clients have SGD as all others do, not Adam; its rate was chosen on held-out images of the first task. Replies are
-averaged as the protocol says (`weighting=samples` is the paper's). The released code pre-trains nothing, as its loop
-takes no step; and its clients measure the radius in their own first task, here in the first that anyone has images of.
+Here clients have SGD, not Adam; its rate was chosen on held-out images of the first task. `weighting=samples` averages
+as the paper does. The released code pre-trains nothing, as its loop takes no step; and its clients measure the radius
+in their own first task, here in the first that anyone has images of.
 """
 
 from collections.abc import Iterator
@@ -152,9 +152,8 @@ class Client:
     def train(self, memory: Nothing, data: LocalData, message: Model) -> Training[Update]:
         held = mask(tuple(data.classes()), len(message.seen)).to(message.seen.device)
         trained = yield Fit(
-            self.loss, load={"net": message.weights}, trains=("net",), lr=self.config.lr,
-            pool=Pool(data.images, data.labels),
-            given=Given(held, message.seen, message.prototypes, message.known, message.radius),
+            self.loss, {"net": message.weights}, ("net",), Pool(data.images, data.labels), self.config.lr,
+            Given(held, message.seen, message.prototypes, message.known, message.radius),
         )  # fmt: skip
         features = self.features(trained.weights, data)
         sums = {j: own.sum(0) for j, own in features.items()}
