@@ -2,7 +2,7 @@
 
 Shenaj, Toldo, Rigon and Zanuttigh, "Asynchronous Federated Continual Learning", CVPR Workshops 2023. The network's body
 first learns fractals, which are nobody's data. Clients, who may be at different tasks (`lag`), train with three losses:
-labels and rotations among the classes at hand; old classes by prototypes, mean features pooled over clients, with noise;
+labels and rotations among the classes at hand; prototypes of old ones, mean features pooled over clients, with noise;
 and a contrast that draws images to their class, prototypes included. The server follows slowly: prototypes by a moving
 average, and half of the global model is the last one.
 
