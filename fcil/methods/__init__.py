@@ -86,6 +86,10 @@ METHODS = {
         "fcil.methods.glfc", "exemplars", "even pace of old and new classes; a proxy server picks teachers",
         paper="Dong et al. 2022", keeps="exemplars, an entropy", sends="weights, gradients of prototypes",
     ),
+    "fedspace": Entry(
+        "fcil.methods.fedspace", "data-free", "prototypes with noise, rotations and a contrast; begins with fractals",
+        paper="Shenaj et al. 2023", sends="weights, class means, a radius",
+    ),
     "remind": Entry(
         "fcil.methods.remind", "hybrid", "frozen lower layers; replays quantised maps into the upper ones",
         paper="Hayes et al. 2020", keeps="codes of maps", sends="weights, sums of maps by centre",
