@@ -86,6 +86,10 @@ METHODS = {
         "fcil.methods.glfc", "exemplars", "even pace of old and new classes; a proxy server picks teachers",
         paper="Dong et al. 2022", keeps="exemplars, an entropy", sends="weights, gradients of prototypes",
     ),
+    "mfcl": Entry(
+        "fcil.methods.mfcl", "data-free", "a generator trained without data stands in for old classes",
+        paper="Babakniya et al. 2023",
+    ),
     "hr": _hr("hybrid", "Hybrid Replay made to work: a fixed codec, one image domain"),
     "hr-mini": _hr("ablation", "with a tenth of the memory", {"memory_share": 0.1}),
     "hr-no-latents": _hr(
