@@ -19,6 +19,8 @@ settings.load_profile("fcil")
 
 TINY = replace(BENCHMARKS["digits"], name="tiny", tasks=3, clients=4, active=2)
 FILES = [name for name, entry in METHODS.items() if not entry.preset]  # one method of each file, ablations aside
+NEED_BATCH_NORM = ("mfcl", "target")  # they make images from its statistics, and refuse networks without
+GROUPED = [name for name in FILES if name not in NEED_BATCH_NORM]
 SHORT = {"rounds": 3, "steps": 3, "batch_size": 16}
 
 

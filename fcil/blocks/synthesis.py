@@ -108,7 +108,8 @@ def indecision(logits: Tensor, classes: Tensor, temperature: float) -> Tensor:
 def unevenness(logits: Tensor, classes: Tensor) -> Tensor:
     """One minus the information entropy of the batch's mean prediction over `classes`, which is 1 if they are even."""
     mean = masked(logits, classes).softmax(1).mean(0)
-    return 1 + torch.special.xlogy(mean, mean.clamp_min(1e-12)).sum() / classes.sum().clamp_min(2).log()
+    entropy: Tensor = -torch.special.xlogy(mean, mean.clamp_min(1e-12)).sum()
+    return 1 - entropy / classes.sum().clamp_min(2).log()
 
 
 def blur(side: int, reach: int = 2, deviation: float = 1.0) -> Tensor:
@@ -147,7 +148,8 @@ def jittered(images: Tensor, how: str, generator: torch.Generator) -> Tensor:
     if how == "crop-flip":
         flip = torch.rand(count, 1, 1, 1, generator=generator, device=images.device) < 0.5
         columns = torch.where(flip, columns.flip(2), columns)
-    return rows @ images @ columns.transpose(2, 3)
+    moved: Tensor = rows @ images @ columns.transpose(2, 3)
+    return moved
 
 
 def most_certain(logits: Tensor, classes: Tensor) -> dict[int, int]:

@@ -197,7 +197,7 @@ def generator_for(config: Config, setting: Setting, net: nn.Module) -> Generator
 
 def head_distance(head: nn.Module, features: Tensor, old_features: Tensor, classes: Tensor) -> Tensor:
     """Mean squared difference of what the old head says of new and of old features, over `classes`."""
-    off = (head(features) - head(old_features)).square() * classes
+    off: Tensor = (head(features) - head(old_features)).square() * classes
     return (off.sum(1) / classes.sum().clamp_min(1)).mean()
 
 

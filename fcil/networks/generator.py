@@ -18,8 +18,8 @@ SLOPE = 0.2
 class Generator(nn.Module):
     """Noise (N, latent) to images.
 
-    What it makes is either squeezed into 0..1, or normalised over the batch as a classifier has its images and may then
-    lie outside. Where the constants of that are not the data's own, as for grey images, its scale and shift are learned.
+    What it makes is either bounded, by 0..1, or normalised over the batch as a classifier has its images, and may lie
+    outside. Where a classifier's constants are not the data's own, as for grey images, scale and shift are learned.
     """
 
     def __init__(
@@ -49,8 +49,10 @@ class Generator(nn.Module):
         x = x[..., margin : margin + self.side, margin : margin + self.side]
         x = self.last(x).to(noise.dtype)
         if self.whiten is None or self.normalise is None:
-            return x.sigmoid()
-        return self.normalise.pixels(self.whiten(x.tanh()))
+            bounded: Tensor = x.sigmoid()
+            return bounded
+        images: Tensor = self.normalise.pixels(self.whiten(x.tanh()))
+        return images
 
 
 def grid_for(side: int) -> tuple[int, int]:
