@@ -389,6 +389,6 @@ def test_with_one_client_mfcl_is_the_centralised_algorithm() -> None:
     assert len(counts) == len(made) - 6 and "linear.weight" in counts
     assert plain.gap(*({n: one[n] for n in counts} for one in (ours.generator, generator))) < 1e-9
     noise = torch.randn(16, SMALL["latent"], generator=torch.Generator().manual_seed(1))
-    assert (generated({**ours.generator}, noise, True) - generated({**generator}, noise, True)).abs().max() < 1e-9
+    assert (generated({**ours.generator}, noise, True) - generated({**generator}, noise, True)).abs().max() < 1e-7
     for mine, first in ((ours.weights, given.weights), (ours.generator, made)):
         assert plain.gap(mine, first) > 1e-3, "nothing was learned, so nothing was compared"
