@@ -41,6 +41,7 @@ from fcil.seeds import seed_of
 
 BETAS, STUDENT_MOMENTUM, STUDENT_DECAY, STUDENT_CLIP = (0.5, 0.999), 0.9, 1e-4, 10.0
 RELEASED_BATCHES = 10
+SMALL = 16  # pixels: images with a shorter side are made in smaller batches
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,10 @@ class Config:
     one_hot: float = knob(0.5, "weight of the classes wished for", least=0)
     adversarial: float = knob(1.0, "weight of the student's errors where it agrees with the global model", least=0)
     warm_up: int = knob(20, "batches before the student comes in", least=0)
-    student_steps: int = knob(100, "steps that the student learns after each batch; the paper's code has 400", least=0)
+    student_steps: int = knob(
+        0, "steps that the student learns after each batch; 0: 100, or 25 on such small images; the paper's code: 400",
+        least=0,
+    )  # fmt: skip
     student_lr: float = knob(0.2, "learning rate of the student's SGD at its beginning, falling as a cosine", above=0)
     student_temperature: float = knob(20.0, "temperature of the student's distillation", above=0)
 
@@ -118,11 +122,10 @@ class Server:
     def synthesis(self, seed: int) -> "Synthesis":
         """Return what makes images of all classes seen: with a generator and a student that know nothing yet."""
         s, device = self.state, self.state.weights["head.weight"].device
-        teacher, student, generator = loaded(self.net, s.weights), deepcopy(self.student), deepcopy(self.generator)
-        return Synthesis(
-            self.config, self.setting.augment, teacher.to(device), student.to(device), generator.to(device),
-            (s.new | s.old).to(device), seed,
-        )  # fmt: skip
+        teacher = loaded(self.net.to(device), s.weights)
+        student, generator = deepcopy(self.student).to(device), deepcopy(self.generator).to(device)
+        seen = (s.new | s.old).to(device)
+        return Synthesis(self.config, self.setting.augment, teacher, student, generator, seen, seed)
 
     @torch.no_grad()
     def look(self) -> ByClass:
@@ -142,7 +145,8 @@ class Synthesis:
         self.config, self.augment, self.seen, c = config, augment, seen, config
         self.teacher, self.student, self.generator = teacher, student, generator.train()
         self.batches = RELEASED_BATCHES if c.released_config else c.batches
-        self.size = c.batch_made or (256 if generator.side >= 16 else 32)  # type: ignore[operator]
+        small = generator.side < SMALL  # type: ignore[operator]
+        self.size, self.lessons = c.batch_made or (32 if small else 256), c.student_steps or (25 if small else 100)
         self.draws = torch.Generator(seen.device).manual_seed(seed)
         self.meta = torch.optim.Adam(generator.parameters(), c.generator_steps * c.generator_lr, BETAS)
         self.sgd = torch.optim.SGD(student.parameters(), c.student_lr, STUDENT_MOMENTUM, weight_decay=STUDENT_DECAY)
@@ -199,7 +203,7 @@ class Synthesis:
         c = self.config
         self.student.train()
         self.sgd.param_groups[0]["lr"] = c.student_lr * 0.5 * (1 + math.cos(math.pi * progress))
-        for _ in range(c.student_steps):
+        for _ in range(self.lessons):
             images = made[self.drawn(len(made))].to(torch.get_default_dtype()) / 255
             images = augmented(images, self.augment, self.draws)
             with torch.autocast(made.device.type, torch.bfloat16, enabled=made.is_cuda):
