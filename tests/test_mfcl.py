@@ -20,12 +20,13 @@ from fcil.method import Batch, Fit
 from fcil.methods.mfcl import Client, Config, Given, Model, Server, head_distance
 from fcil.seeds import seed_of
 from tests import test_reference as plain
-from tests.conftest import tiny_plan
+from tests.conftest import QUICK, tiny_plan
 from tests.test_every_method import accuracies
 from tests.test_reference import BATCH, CLIP, ROUNDS, STEPS, Numbers
 
 SMALL = {"latent": 10, "synthetic": 8, "generator_steps": 4, "generator_batch": 16}
 TAUGHT: dict[str, Any] = {"tasks": 2, "rounds": 8, "steps": 6, "batch_size": 32}  # time enough to learn
+FULL: dict[str, Any] = {name: getattr(Config(), name) for name in QUICK["mfcl"]}
 NEW, OLD = torch.tensor([0, 0, 1, 1, 0, 0]).bool(), torch.tensor([1, 1, 0, 0, 0, 0]).bool()
 
 
@@ -188,7 +189,7 @@ def test_the_first_task_needs_no_generator_and_sends_none() -> None:
 
 @cache
 def trained_server() -> tuple[Server, Model]:
-    parts, states, _, _ = learned(**TAUGHT)
+    parts, states, _, _ = learned(**TAUGHT, **FULL)
     return parts.server, states[0]  # type: ignore[return-value]
 
 
@@ -229,7 +230,7 @@ def test_a_picture_of_each_class_is_shown() -> None:
 def test_old_classes_are_kept_that_fine_tuning_forgets() -> None:
     parts = assemble(tiny_plan("finetune", **TAUGHT), "cpu", workers=1)
     without = accuracies(list(learn(parts.scenario, parts.server, parts.door, parts.engine)))[-1]
-    with_it = accuracies(learned(**TAUGHT)[3])[-1]
+    with_it = accuracies(learned(**TAUGHT, **FULL)[3])[-1]
     assert with_it[0] > without[0] + 30 and with_it[1] > 60
 
 

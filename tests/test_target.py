@@ -22,7 +22,7 @@ from fcil.method import Batch, Fit
 from fcil.methods.target import Client, Config, Given, Model, Server, Synthesis, disagreement, soft_cross_entropy
 from fcil.seeds import seed_of
 from tests import test_reference as plain
-from tests.conftest import tiny_plan
+from tests.conftest import QUICK, tiny_plan
 from tests.test_every_method import accuracies
 from tests.test_losses import ALL, LABELS, LOGITS, NEW, OLD, TEACHER
 from tests.test_mfcl import batch_norm, features
@@ -32,6 +32,7 @@ SMALL: dict[str, Any] = {
     "latent": 6, "batches": 4, "batch_made": 8, "generator_steps": 3, "warm_up": 2, "student_steps": 3, "synthetic": 8,
 }  # fmt: skip
 TAUGHT: dict[str, Any] = {"tasks": 2, "rounds": 8, "steps": 6, "batch_size": 32}  # time enough to learn
+FULL: dict[str, Any] = {name: getattr(Config(), name) for name in QUICK["target"]}
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +125,7 @@ def learned(**settings: Any) -> tuple[Parts, list[Model], list[Fit], list[Any]]:
 
 def server_after(task: int, **settings: Any) -> Server:
     """The server as it was when the rounds of a task were over."""
-    parts, states, _, _ = learned(**TAUGHT)
+    parts, states, _, _ = learned(**TAUGHT, **FULL)
     server: Server = deepcopy(parts.server)  # type: ignore[assignment]
     server.state, server.config = states[task], replace(server.config, **settings)
     return server
@@ -148,7 +149,7 @@ def test_images_are_made_anew_after_each_task_and_sent_in_the_next() -> None:
 
 
 def test_made_images_are_four_to_each_real_one_unless_set() -> None:
-    parts = assemble(tiny_plan("target", batch_size=24), "cpu", workers=1)
+    parts = assemble(tiny_plan("target", batch_size=24, synthetic=0), "cpu", workers=1)
     assert parts.engine.client.synthetic == 96  # type: ignore[attr-defined]
 
 
@@ -237,7 +238,7 @@ def test_the_teacher_takes_what_is_made_for_all_its_classes() -> None:
 def test_old_classes_are_kept_that_fine_tuning_forgets() -> None:
     parts = assemble(tiny_plan("finetune", **TAUGHT), "cpu", workers=1)
     without = accuracies(list(learn(parts.scenario, parts.server, parts.door, parts.engine)))[-1]
-    with_it = accuracies(learned(**TAUGHT)[3])[-1]
+    with_it = accuracies(learned(**TAUGHT, **FULL)[3])[-1]
     assert with_it[0] > without[0] + 30 and with_it[1] > 60
 
 
