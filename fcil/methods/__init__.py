@@ -86,6 +86,14 @@ METHODS = {
         "fcil.methods.glfc", "exemplars", "even pace of old and new classes; a proxy server picks teachers",
         paper="Dong et al. 2022", keeps="exemplars, an entropy", sends="weights, gradients of prototypes",
     ),
+    "target": Entry(
+        "fcil.methods.target", "data-free", "distils the old model on images that the server makes from it",
+        paper="Zhang et al. 2023",
+    ),
+    "mfcl": Entry(
+        "fcil.methods.mfcl", "data-free", "a generator trained without data stands in for old classes",
+        paper="Babakniya et al. 2023",
+    ),
     "fedspace": Entry(
         "fcil.methods.fedspace", "data-free", "prototypes with noise, rotations and a contrast; begins with fractals",
         paper="Shenaj et al. 2023", sends="weights, class means, a radius",
