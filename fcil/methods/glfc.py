@@ -191,7 +191,7 @@ class Server:
     def proxy_accuracy(self, seed: int) -> float:
         """Return the global model's accuracy on the proxy set, whose images are augmented as in training."""
         s = self.state
-        device = next(iter(s.weights.values())).device
+        device = torch.device(self.setting.device)
         images = s.proxies.to(device).to(torch.get_default_dtype()) / 255
         images = augmented(images, self.setting.augment, torch.Generator(device).manual_seed(seed))
         net, size = loaded(self.net.to(device), s.weights), max(1, 2**17 // images[0].numel())

@@ -86,7 +86,7 @@ class Server:
     def __init__(self, config: Config, setting: Setting):
         if config.statistics:
             needs_batch_norm(setting.norm, "mfcl", "statistics=0 to do without")
-        self.config, self.setting = config, setting
+        self.config, self.setting, self.device = config, setting, torch.device(setting.device)
         self.net, self.blur = setting.classifier(), blur(setting.shape[-1])
         weights, nothing = weights_of(self.net), mask((), setting.capacity)
         self.generator = generator_for(config, setting, self.net)
@@ -125,11 +125,6 @@ class Server:
             + c.statistics * batch_norm_divergence(layers)
             + c.smooth * roughness(self.net.normalise(images), self.blur.to(images))
         )
-
-    @property
-    def device(self) -> torch.device:
-        """Where the global model lies."""
-        return self.state.weights["head.weight"].device
 
     def ready(self) -> nn.Module:
         """Return the generator with its weights, and load the global model."""

@@ -121,7 +121,7 @@ class Server:
 
     def synthesis(self, seed: int) -> "Synthesis":
         """Return what makes images of all classes seen: with a generator and a student that know nothing yet."""
-        s, device = self.state, self.state.weights["head.weight"].device
+        s, device = self.state, torch.device(self.setting.device)
         teacher = loaded(self.net.to(device), s.weights)
         student, generator = deepcopy(self.student).to(device), deepcopy(self.generator).to(device)
         seen = (s.new | s.old).to(device)
