@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fcil.blocks.codec import named
-from fcil.blocks.exemplars import recalled, rehearsed, room_for_one, with_replay
+from fcil.blocks.exemplars import pictured, recalled, rehearsed, room_for_one, with_replay
 from fcil.blocks.losses import cross_entropy
 from fcil.blocks.nearest_mean import FeatureSums, class_means, feature_sums, nearest_or_head
 from fcil.blocks.subspaces import geodesic, principal
 from fcil.blocks.training import features_of, loaded, weights_of
 from fcil.federation.rounds import fedavg, fit_codec, measure
 from fcil.knobs import knob
-from fcil.method import Batch, Clients, Fit, Method, Nets, Pool, Setting, Training, remote
+from fcil.method import Batch, Clients, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
 from fcil.networks.heads import pooled
 from fcil.records import ByClass, Update, Weights, record
 from fcil.scenario.tasks import LocalData, Task, mask
@@ -148,6 +148,9 @@ class Client:
     def predict(self, message: Model, images: Tensor) -> Tensor:
         features = loaded(self.net, message.weights).features(images)  # type: ignore[operator]
         return nearest_or_head(features, self.net.head, message.means, message.new, message.old)
+
+    def look(self, memory: Memory, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:
+        return Pictures(*pictured(self.codec, message.codec, memory.exemplars, data, classes), {})
 
 
 def geodesic_loss(old: Tensor, new: Tensor, form: str, centre: str) -> Tensor:
