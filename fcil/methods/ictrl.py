@@ -17,6 +17,7 @@ trained for a thousand epochs before; and features are normalised over groups of
 the released networks hold the batch statistics of that base model fixed. The networks are the benchmark's.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -37,6 +38,8 @@ from fcil.scenario.tasks import LocalData, Task, mask
 from fcil.seeds import seed_of
 
 MANY = 50  # classes up to which the paper's 128 numbers a feature are enough
+PER_IMAGE = 4  # most numbers of a feature for each image in a step
+TABLES = ("directions", "centres", "spreads", "means", "bases", "known")
 NOISE = 1e-6  # variances below this, relative to the largest one, are none
 
 
@@ -50,7 +53,17 @@ class Config:
     ascent: float = knob(
         0.03, "weight of the encoder in the game over f(g(z)); at 1, as published, it outruns the decoder", above=0
     )
-    latent: int = knob(0, f"numbers in a feature; 0 is 128, and 512 for more than {MANY} classes", least=0)
+    latent: int = knob(
+        0,
+        f"numbers in a feature; 0 is 128, or 512 for more than {MANY} classes, but at most half of an image's",
+        least=0,
+    )
+    batch: int = knob(
+        0,
+        f"images in a step; 0 is the protocol's number, or 1/{PER_IMAGE} of a feature's numbers if that is more, "
+        "in fewer steps",
+        least=0,
+    )
     closed_loop: float = knob(8.0, "lambda: weight of the differences between z and f(g(z)) of new classes", least=0)
     keep: float = knob(1.0, "weight of the differences between kept features and those encoded again", least=0)
     eps: float = knob(1.0, "squared error up to which features are coded", above=0)
@@ -96,31 +109,24 @@ class Server:
     """Averages what the clients train, and keeps a few Gaussians of every class."""
 
     def __init__(self, config: Config, setting: Setting):
-        self.config, self.net = config, network(config, setting)
-        n, latent = setting.capacity, self.net.encoder.mean.out_features
+        self.config, net = config, network(config, setting)
+        n, latent = setting.capacity, net.encoder.mean.out_features
         many = min(config.directions, latent)
         directions, bases = (torch.zeros(n, k, latent) for k in (many, min(config.components, many)))
         centres, spreads, means = torch.zeros(n, many), torch.zeros(n, many), torch.zeros(n, latent)
         nothing = mask((), n)
         self.state = Model(
-            weights_of(self.net),
-            weights_of(self.net.decoder),
-            directions,
-            centres,
-            spreads,
-            means,
-            bases,
-            nothing,
-            nothing,
-        )
+            weights_of(net), weights_of(net.decoder), directions, centres, spreads, means, bases,
+            known=nothing, but_last=nothing,
+        )  # fmt: skip
 
     def broadcast(self) -> Model:
         return self.state
 
     def learn_task(self, task: Task, clients: Clients) -> Iterator[None]:
         if clients.once("keep the old decoder"):
-            loaded(self.net, self.state.weights)
-            self.state.old_decoder = weights_of(self.net.decoder)
+            own = {n: w for n, w in self.state.weights.items() if n.startswith("decoder.")}
+            self.state.old_decoder = {name.removeprefix("decoder."): w for name, w in own.items()}
             self.state.but_last = mask(task.new[:-1], len(self.state.known))
         yield from fedavg(self, clients, Client.train)
         replies = clients.ask(clients.everyone(), Client.measure, self.broadcast())
@@ -131,7 +137,7 @@ class Server:
         s = replace(self.state, **{name: getattr(self.state, name).clone() for name in TABLES})
         for j in task.old:
             if s.known[j]:
-                z = recalled(s, j, self.config.samples)
+                z = recalled(s, j, self.config.samples).double()
                 s.means[j], s.bases[j] = subspace(z.mean(0), z.T @ z / len(z), len(s.bases[j]))
         for j, count in counts.items():
             mean, second = (t[j].double().cpu() / count.item() for t in (sums, products))
@@ -141,36 +147,37 @@ class Server:
         self.state = s
 
 
-TABLES = ("directions", "centres", "spreads", "means", "bases", "known")
-
-
 class Client:
     """Plays both sides on new images and kept features."""
 
     def __init__(self, config: Config, setting: Setting):
         self.config, self.setting, self.net = config, setting, network(config, setting)
         self.old = network(config, setting).decoder
-        self.at_once = max(1, 2**17 // (setting.shape[1] * setting.shape[2]))  # images through a network at a time
+        self.at_once = max(1, 2**17 // math.prod(setting.shape[1:]))  # images through a network at a time
+        protocol, least = setting.protocol, math.ceil(self.net.encoder.mean.out_features / PER_IMAGE)
+        self.batch = config.batch or max(protocol.batch_size, least)
+        self.steps = math.ceil(protocol.steps * protocol.batch_size / self.batch)  # 0 where these are epochs
 
     def networks(self) -> dict[str, nn.Module]:
         return {"net": self.net, "old": self.old}
 
     @remote
     def train(self, memory: Nothing, data: LocalData, message: Model) -> Training[Update]:
-        kept = data.cached("kept", lambda _: self.kept(data, message))
+        c, kept = self.config, data.cached("kept", lambda _: self.kept(data, message))
         load = {"net": message.weights} | ({"old": message.old_decoder} if len(kept) else {})
         trained = yield Fit(
-            self.loss, load, ("net",), Pool(data.images, data.labels), self.config.lr, message.but_last,
-            beside={"kept": kept}, momentum=self.config.sgd_momentum, weight_decay=self.config.sgd_decay,
+            self.loss, load, ("net",), Pool(data.images, data.labels, batch_size=self.batch), c.lr, message.but_last,
+            {"kept": kept}, self.steps, momentum=c.sgd_momentum, weight_decay=c.sgd_decay,
         )  # fmt: skip
         return Update(trained.weights, trained.count)
 
     def kept(self, data: LocalData, message: Model) -> Pool:
         """Return the features that are kept of old classes."""
         old = [j for j in data.task.old if message.known[j]]
-        rows = [recalled(message, j, self.config.samples).to(message.means) for j in old]
-        labels = torch.tensor(old, dtype=torch.int64).repeat_interleave(self.config.directions * self.config.samples)
-        return Pool(torch.cat([message.means[:0], *rows]), labels.to(data.labels), False, self.config.memory_batch)
+        rows = [recalled(message, j, self.config.samples) for j in old]
+        labels = torch.tensor(old, dtype=torch.int64).repeat_interleave(message.centres.shape[1] * self.config.samples)
+        size = self.config.memory_batch or self.batch
+        return Pool(torch.cat([message.means[:0], *rows]), labels.to(data.labels), False, size)
 
     def loss(self, nets: Nets, batch: Batch, but_last: Tensor) -> Tensor:
         """Both players' losses as one number, whose slopes are the encoder's for f and the decoder's for g.
@@ -181,29 +188,29 @@ class Client:
         c, net, kept = self.config, nets["net"], batch.beside.get("kept")
         z, labels = features(net.encoder, batch.images), batch.labels
         made = net.decode(z.detach())
-        turned = made.detach() - (made - made.detach()) / c.ascent
-        if kept is None:
-            again = features(net.encoder, turned)
-            return -self.game(z, again, labels, len(z)).to(z.dtype)
-        with torch.no_grad():
-            shown = nets["old"](kept.images)
-        every, labels = torch.cat([z, kept.images]), torch.cat([labels, kept.labels])
-        again = features(net.encoder, torch.cat([turned, shown]))
-        stays = class_gaps(kept.images, again[len(z) :], kept.labels, c.eps).sum()
-        fixed = {name: p.detach() for name, p in net.encoder.named_parameters()}
-        decoded = features(lambda x: functional_call(net.encoder, fixed, x), net.decode(kept.images))
-        stays = stays + class_gaps(decoded, again[len(z) :].detach(), kept.labels, c.eps).sum()
+        seen, stays = made.detach() - (made - made.detach()) / c.ascent, z.new_zeros(())
         if c.code_quirk:
             alone = features(net.encoder, made.detach())
-            stays = stays + (class_gaps(z, alone, batch.labels, c.eps) * but_last[batch.labels]).sum()
-        return (c.keep * stays / z.shape[1] - self.game(every, again, labels, len(z))).to(z.dtype)
+            stays = (class_gaps(z, alone, labels, c.eps) * but_last[labels]).sum()
+        if kept is None:
+            return self.total(stays, z, features(net.encoder, seen), labels, len(z))
+        with torch.no_grad():
+            shown = nets["old"](kept.images)
+        again = features(net.encoder, torch.cat([seen, shown]))
+        kept_again = again[len(z) :]
+        stays = stays + class_gaps(kept.images, kept_again, kept.labels, c.eps).sum()
+        fixed = {name: p.detach() for name, p in net.encoder.named_parameters()}
+        decoded = features(lambda x: functional_call(net.encoder, fixed, x), net.decode(kept.images))
+        stays = stays + class_gaps(decoded, kept_again.detach(), kept.labels, c.eps).sum()
+        return self.total(stays, torch.cat([z, kept.images]), again, torch.cat([labels, kept.labels]), len(z))
 
-    def game(self, z: Tensor, again: Tensor, labels: Tensor, new: int) -> Tensor:
-        """Return what the encoder climbs, in nats for each number of a feature; the first `new` rows are of images."""
+    def total(self, stays: Tensor, z: Tensor, again: Tensor, labels: Tensor, new: int) -> Tensor:
+        """Add the game to what keeps old classes, in nats for each number of a feature; `new` rows are of images."""
         c = self.config
         loop = rate_reduction(again, labels, c.eps)
         loop = loop + c.closed_loop * class_gaps(z[:new], again[:new], labels[:new], c.eps).sum()
-        return (rate_reduction(z, labels, c.eps) + c.ascent * loop) / z.shape[1]
+        apart = rate_reduction(z, labels, c.eps)
+        return ((c.keep * stays - apart - c.ascent * loop) / z.shape[1]).to(z.dtype)
 
     @remote
     @torch.no_grad()
@@ -234,9 +241,7 @@ class Client:
     @torch.no_grad()
     def look(self, memory: Nothing, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:
         loaded(self.net, message.weights)
-        drawn = {
-            j: recalled(message, j, self.config.samples)[:1].to(message.means) for j in classes if message.known[j]
-        }
+        drawn = {j: recalled(message, j, self.config.samples)[:1] for j in classes if message.known[j]}
         return Pictures(
             real={j: data.of(j)[0] for j in classes if j in data.classes()}, kept={},
             made={j: as_bytes(self.net.decode(z))[0] for j, z in drawn.items()},
@@ -245,7 +250,7 @@ class Client:
 
 def network(config: Config, setting: Setting) -> AutoEncoder:
     """Return encoder and decoder."""
-    latent = config.latent or (128 if setting.capacity <= MANY else 512)
+    latent = config.latent or min(128 if setting.capacity <= MANY else 512, max(1, math.prod(setting.shape) // 2))
     return replace(setting, norm="group").autoencoder(latent, variational=False)
 
 
