@@ -403,6 +403,7 @@ def test_features_grow_with_the_classes_and_batches_with_the_features(
     setting = replace(a_setting(), capacity=b.tasks * b.classes_per_task, shape=shape, protocol=protocol(b.protocol))
     client: Any = METHOD.client(Config(), setting)
     assert client.net.encoder.mean.out_features == latent and (client.batch, client.steps) == (batch, steps)
+    assert client.eps == max(1.0, latent / batch)
     epochs = replace(setting, protocol=protocol("paper"))
     assert METHOD.client(Config(), epochs).steps == 0  # type: ignore[attr-defined]
 

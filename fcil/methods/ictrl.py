@@ -12,9 +12,11 @@ parts along each, and whoever replays the class draws the same features from the
 client, this tells the server its feature.) An image is of the class whose subspace is nearest: that of the moments for
 new classes, and of the features kept for old ones. The released code fits all of them to old images, which are gone.
 
-Where this differs from the release: both players step at once, from the same point, not in turn; there is no base model
-trained for a thousand epochs before; and features are normalised over groups of channels, whatever `norm` is, since
-the released networks hold the batch statistics of that base model fixed. The networks are the benchmark's.
+Where this differs from the release: both players step at once, from the same point, by SGD, not in turn by Adam. In
+so short a time the encoder would outrun the decoder, whose images then all look alike; so it climbs what the decoder
+descends with a small weight, `ascent`. There is no base model, trained for a thousand epochs before. And networks, which
+are the benchmark's, normalise over groups of channels, whatever `norm` is: the released ones hold the batch statistics
+of that base model fixed. Inside a task, before there are moments of its classes, only old ones are predicted.
 """
 
 import math
@@ -66,7 +68,12 @@ class Config:
     )
     closed_loop: float = knob(8.0, "lambda: weight of the differences between z and f(g(z)) of new classes", least=0)
     keep: float = knob(1.0, "weight of the differences between kept features and those encoded again", least=0)
-    eps: float = knob(1.0, "squared error up to which features are coded", above=0)
+    eps: float = knob(
+        1.0,
+        "squared error up to which features are coded; where a feature has more numbers than a step has images, as it "
+        "never has in the paper, as many times more",
+        above=0,
+    )
     directions: int = knob(10, "main directions that are kept of a class", least=1)
     samples: int = knob(20, "features drawn for each direction", least=1)
     memory_batch: int = knob(0, "kept features in a step; 0 is as many as images", least=0)
@@ -154,8 +161,9 @@ class Client:
         self.config, self.setting, self.net = config, setting, network(config, setting)
         self.old = network(config, setting).decoder
         self.at_once = max(1, 2**17 // math.prod(setting.shape[1:]))  # images through a network at a time
-        protocol, least = setting.protocol, math.ceil(self.net.encoder.mean.out_features / PER_IMAGE)
-        self.batch = config.batch or max(protocol.batch_size, least)
+        protocol, latent = setting.protocol, self.net.encoder.mean.out_features
+        self.batch = config.batch or max(protocol.batch_size, math.ceil(latent / PER_IMAGE))
+        self.eps = config.eps * max(1.0, latent / self.batch)
         self.steps = math.ceil(protocol.steps * protocol.batch_size / self.batch)  # 0 where these are epochs
 
     def networks(self) -> dict[str, nn.Module]:
@@ -191,25 +199,25 @@ class Client:
         seen, stays = made.detach() - (made - made.detach()) / c.ascent, z.new_zeros(())
         if c.code_quirk:
             alone = features(net.encoder, made.detach())
-            stays = (class_gaps(z, alone, labels, c.eps) * but_last[labels]).sum()
+            stays = (class_gaps(z, alone, labels, self.eps) * but_last[labels]).sum()
         if kept is None:
             return self.total(stays, z, features(net.encoder, seen), labels, len(z))
         with torch.no_grad():
             shown = nets["old"](kept.images)
         again = features(net.encoder, torch.cat([seen, shown]))
         kept_again = again[len(z) :]
-        stays = stays + class_gaps(kept.images, kept_again, kept.labels, c.eps).sum()
+        stays = stays + class_gaps(kept.images, kept_again, kept.labels, self.eps).sum()
         fixed = {name: p.detach() for name, p in net.encoder.named_parameters()}
         decoded = features(lambda x: functional_call(net.encoder, fixed, x), net.decode(kept.images))
-        stays = stays + class_gaps(decoded, kept_again.detach(), kept.labels, c.eps).sum()
+        stays = stays + class_gaps(decoded, kept_again.detach(), kept.labels, self.eps).sum()
         return self.total(stays, torch.cat([z, kept.images]), again, torch.cat([labels, kept.labels]), len(z))
 
     def total(self, stays: Tensor, z: Tensor, again: Tensor, labels: Tensor, new: int) -> Tensor:
         """Add the game to what keeps old classes, in nats for each number of a feature; `new` rows are of images."""
         c = self.config
-        loop = rate_reduction(again, labels, c.eps)
-        loop = loop + c.closed_loop * class_gaps(z[:new], again[:new], labels[:new], c.eps).sum()
-        apart = rate_reduction(z, labels, c.eps)
+        loop = rate_reduction(again, labels, self.eps)
+        loop = loop + c.closed_loop * class_gaps(z[:new], again[:new], labels[:new], self.eps).sum()
+        apart = rate_reduction(z, labels, self.eps)
         return ((c.keep * stays - apart - c.ascent * loop) / z.shape[1]).to(z.dtype)
 
     @remote
