@@ -14,9 +14,9 @@ new classes, and of the features kept for old ones. The released code fits all o
 
 Where this differs from the release: both players step at once, from the same point, by SGD, not in turn by Adam. In
 so short a time the encoder would outrun the decoder, whose images then all look alike; so it climbs what the decoder
-descends with a small weight, `ascent`. There is no base model, trained for a thousand epochs before. And networks, which
-are the benchmark's, normalise over groups of channels, whatever `norm` is: the released ones hold the batch statistics
-of that base model fixed. Inside a task, before there are moments of its classes, only old ones are predicted.
+descends with a small weight, `ascent`. There is no base model, trained for a thousand epochs before. And the networks,
+the benchmark's, normalise over groups of channels, whatever `norm` is: the released ones hold the batch statistics of
+that base model fixed. Inside a task, before there are moments of its classes, only old ones are predicted.
 """
 
 import math
