@@ -86,6 +86,10 @@ METHODS = {
         "fcil.methods.glfc", "exemplars", "even pace of old and new classes; a proxy server picks teachers",
         paper="Dong et al. 2022", keeps="exemplars, an entropy", sends="weights, gradients of prototypes",
     ),
+    "ictrl": Entry(
+        "fcil.methods.ictrl", "hybrid", "encoder and decoder play over coding rates; classes are subspaces",
+        paper="Tong et al. 2023", sends="weights, moments of features",
+    ),
     "target": Entry(
         "fcil.methods.target", "data-free", "distils the old model on images that the server makes from it",
         paper="Zhang et al. 2023",
