@@ -357,7 +357,7 @@ NEAR = 1e-8  # what Adam makes of slopes that are 0 but for rounding, as those o
 TASKS, ROUNDS, STEPS, BATCH = 2, 2, 3, 16
 LR, MOMENTUM, DECAY, CLIP = 0.1, 0.9, 5e-3, 1.0
 TUNE = {"iterations": 2, "fakes": 8, "student_steps": 3, "latent": 8, "student_lr": 0.5, "student_decay": 0.1,
-        "generator_lr": 0.02, "round_decay": 0.5, "classify": 0.7, "diversify": 3.0}  # fmt: skip
+        "generator_lr": 0.02, "classify": 0.7, "diversify": 3.0}  # fmt: skip
 ALONE = replace(TINY, clients=1, active=1, train_limit=30, test_limit=5, tasks=TASKS)
 PROTOCOL = {"rounds": ROUNDS, "steps": STEPS, "batch_size": BATCH, "momentum": MOMENTUM, "weight_decay": DECAY,
             "clip": CLIP, "lr": LR}  # fmt: skip
@@ -445,7 +445,7 @@ def tuned(
     random, number = torch.Generator().manual_seed(seed_of("fakes", task, round)), TUNE["iterations"] * TUNE["fakes"]
     labels = torch.multinomial(total, int(number), replacement=True, generator=random)
     noise = torch.randn(int(number), int(TUNE["latent"]), generator=random)
-    rate = TUNE["round_decay"] ** round
+    rate = 0.5 * (1 + math.cos(math.pi * round / ROUNDS))
     first, second, moves = ({n: torch.zeros_like(v) for n, v in g_learned.items()} for _ in range(2)), None, 0
     first, second = first
     for z, y in zip(noise.split(8), labels.split(8), strict=True):
@@ -557,7 +557,7 @@ def test_several_teachers_count_by_their_images_of_each_class() -> None:
 
 
 @pytest.mark.parametrize("change", [{"classify": 0.0}, {"diversify": 0.0}, {"old_teacher": False}, {"code_quirk": True},
-                                    {"student_steps": 1}, {"round_decay": 1.0}, {"student_decay": 0.0}])  # fmt: skip
+                                    {"student_steps": 1}, {"student_decay": 0.0}])  # fmt: skip
 def test_every_part_counts(change: dict[str, Any]) -> None:
     def last(**settings: Any) -> Numbers:
         few = replace(TINY, tasks=2, train_limit=20)

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from fcil.blocks.losses import cross_entropy
 from fcil.blocks.softmax import Model, scores
 from fcil.blocks.training import as_bytes, loaded, normal, weights_of
+from fcil.federation.rounds import pace
 from fcil.knobs import knob
 from fcil.method import Batch, Clients, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
 from fcil.networks.conditional_generator import ConditionalGenerator
@@ -45,7 +46,7 @@ class Config:
         least=2,
     )  # fmt: skip
     student_steps: int = knob(5, "steps of the model on each batch", least=1)
-    student_lr: float = knob(0.1, "learning rate of these, for a loss that is a mean over outputs, too", above=0)
+    student_lr: float = knob(0.1, "learning rate of these; the loss is a mean over outputs, too", above=0)
     student_decay: float = knob(1e-3, "their weight decay", least=0)
     student_norm: str = knob(
         "clients",
@@ -53,8 +54,9 @@ class Config:
         "released code; afterwards the clients' stand in either case",
         choices=("clients", "batch"),
     )
-    generator_lr: float = knob(0.01, "learning rate of the generator's Adam", above=0)
-    round_decay: float = knob(0.998, "factor of both rates from one round of a task to the next", above=0, most=1)
+    generator_lr: float = knob(
+        0.01, "learning rate of the generator's Adam; both follow the clients' schedule", above=0
+    )
     classify: float = knob(1.0, "to the generator, weight of an image being of its class", least=0)
     diversify: float = knob(1.0, "to the generator, weight of images being different where their noise is", least=0)
     latent: int = knob(256, "numbers in the generator's noise", least=1)
@@ -141,7 +143,7 @@ class Server:
         teachers = self.teachers(weights, knows.to(device), share.to(device))
         student, generator = self.student.to(device), self.generator.to(device)
         loaded(student, s.weights), loaded(generator, s.generator)
-        random, factor = torch.Generator().manual_seed(seed), c.round_decay**round
+        random, factor = torch.Generator().manual_seed(seed), pace(self.setting.protocol, round)
         labels = torch.multinomial(counts.sum(0), c.iterations * c.fakes, replacement=True, generator=random)
         noise = normal((len(labels), c.latent), random).to(device)
         adam = torch.optim.Adam(generator.parameters(), c.generator_lr * factor, fused=True)
