@@ -38,6 +38,7 @@ _hr = partial(
     Entry, "fcil.methods.hr", paper="Khademi Nori et al. 2025, ours",
     keeps="codes", sends="weights, class means, moments of images",
 )  # fmt: skip
+_fedftg = partial(Entry, "fcil.methods.fedftg", paper="Zhang et al. 2022", sends="weights, counts of images by class")
 _literal = partial(
     Entry, "fcil.methods.hr_literal", paper="Khademi Nori et al. 2025", keeps="codes", sends="weights, class means"
 )
@@ -85,6 +86,11 @@ METHODS = {
     "glfc": Entry(
         "fcil.methods.glfc", "exemplars", "even pace of old and new classes; a proxy server picks teachers",
         paper="Dong et al. 2022", keeps="exemplars, an entropy", sends="weights, gradients of prototypes",
+    ),
+    "fedftg": _fedftg("data-free", "tunes each average on images made up to be hard; an old model teaches, too"),
+    "fedftg-plain": _fedftg(
+        "data-free", "the same as published: nobody teaches old classes",
+        {"old_teacher": False, "student_norm": "batch"},
     ),
     "ictrl": Entry(
         "fcil.methods.ictrl", "hybrid", "encoder and decoder play over coding rates; classes are subspaces",
