@@ -71,17 +71,17 @@ METHODS = {
         "fcil.methods.podnet", "exemplars", "keeps pooled maps where they were; ten proxies a class",
         paper="Douillard et al. 2020", keeps="exemplars", sends="weights, proxies of new classes",
     ),
-    "ssil": Entry(
-        "fcil.methods.ssil", "exemplars", "old and new classes never compete in one softmax",
-        paper="Ahn et al. 2021", keeps="exemplars",
+    "dde": Entry(
+        "fcil.methods.dde", "exemplars", "learns an image with its neighbours in old features, unbiased by momentum",
+        paper="Hu et al. 2021", keeps="exemplars", sends="weights, mean feature",
     ),
     "geodl": Entry(
         "fcil.methods.geodl", "exemplars", "iCaRL with features held along geodesics, not outputs", captured=False,
         paper="Simon et al. 2021", keeps="exemplars", sends="weights, means of exemplars' features",
     ),
-    "dde": Entry(
-        "fcil.methods.dde", "exemplars", "learns an image with its neighbours in old features, unbiased by momentum",
-        paper="Hu et al. 2021", keeps="exemplars", sends="weights, mean feature",
+    "ssil": Entry(
+        "fcil.methods.ssil", "exemplars", "old and new classes never compete in one softmax",
+        paper="Ahn et al. 2021", keeps="exemplars",
     ),
     "glfc": Entry(
         "fcil.methods.glfc", "exemplars", "even pace of old and new classes; a proxy server picks teachers",
@@ -92,9 +92,9 @@ METHODS = {
         "data-free", "the same as published: nobody teaches old classes",
         {"old_teacher": False, "student_norm": "batch"},
     ),
-    "ictrl": Entry(
-        "fcil.methods.ictrl", "hybrid", "encoder and decoder play over coding rates; classes are subspaces",
-        paper="Tong et al. 2023", sends="weights, moments of features",
+    "fedspace": Entry(
+        "fcil.methods.fedspace", "data-free", "prototypes with noise, rotations and a contrast; begins with fractals",
+        paper="Shenaj et al. 2023", sends="weights, class means, a radius",
     ),
     "target": Entry(
         "fcil.methods.target", "data-free", "distils the old model on images that the server makes from it",
@@ -104,10 +104,6 @@ METHODS = {
         "fcil.methods.mfcl", "data-free", "a generator trained without data stands in for old classes",
         paper="Babakniya et al. 2023",
     ),
-    "fedspace": Entry(
-        "fcil.methods.fedspace", "data-free", "prototypes with noise, rotations and a contrast; begins with fractals",
-        paper="Shenaj et al. 2023", sends="weights, class means, a radius",
-    ),
     "remind": Entry(
         "fcil.methods.remind", "hybrid", "frozen lower layers; replays quantised maps into the upper ones",
         paper="Hayes et al. 2020", keeps="codes of maps", sends="weights, sums of maps by centre",
@@ -115,6 +111,10 @@ METHODS = {
     "remind-plus": Entry(
         "fcil.methods.remind_plus", "hybrid", "REMIND split earlier, with an autoencoder of maps (our reading)",
         paper="Wang et al. 2021, our reading", keeps="codes of maps", sends="weights, sums of codes by centre",
+    ),
+    "ictrl": Entry(
+        "fcil.methods.ictrl", "hybrid", "encoder and decoder play over coding rates; classes are subspaces",
+        paper="Tong et al. 2023", sends="weights, moments of features",
     ),
     "hr": _hr("hybrid", "Hybrid Replay made to work: a fixed codec, one image domain"),
     "hr-mini": _hr("ablation", "with a tenth of the memory", {"memory_share": 0.1}),
