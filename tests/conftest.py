@@ -23,6 +23,8 @@ NEED_BATCH_NORM = ("mfcl", "target")  # they make images from its statistics, an
 GROUPED = [name for name in FILES if name not in NEED_BATCH_NORM]
 SHORT = {"rounds": 3, "steps": 3, "batch_size": 16}
 QUICK: dict[str, dict[str, int]] = {  # what servers do by themselves, as short
+    "fedftg": {"latent": 16, "iterations": 2, "fakes": 8, "student_steps": 2},
+    "fedftg-plain": {"latent": 16, "iterations": 2, "fakes": 8, "student_steps": 2},
     "mfcl": {"latent": 16, "synthetic": 16, "generator_steps": 5, "generator_batch": 16},
     "target": {
         "latent": 16, "synthetic": 16, "batches": 4, "batch_made": 8, "generator_steps": 3, "warm_up": 2,
