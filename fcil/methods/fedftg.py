@@ -259,9 +259,8 @@ def soft_cross_entropy(logits: Tensor, target: Tensor, classes: Tensor) -> Tenso
 
 def descend(value: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """Take one step down from `value`; only the gradients of what learns are computed."""
-    parameters = optimizer.param_groups[0]["params"]
-    for p, slope in zip(parameters, torch.autograd.grad(value, parameters), strict=True):
-        p.grad = slope
+    optimizer.zero_grad()
+    value.backward(inputs=optimizer.param_groups[0]["params"])  # type: ignore[no-untyped-call]
     optimizer.step()
 
 
