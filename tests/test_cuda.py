@@ -94,7 +94,7 @@ def test_group_normalisation_is_captured_to_the_bit_too(method: str, precision: 
 
 def test_a_server_that_replays_its_steps_computes_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     parts, replayed = learned("fedftg", 1, False, iterations=4)
-    assert all(step.graph is not None for step in parts.server.bench.recorded.values() if step.calls > 2)  # type: ignore[attr-defined]
+    assert any(step.graph is not None for step in parts.server.bench.recorded.values())  # type: ignore[attr-defined]
     monkeypatch.setattr("fcil.blocks.recorded.WARM_UP", 10**9)
     other, plain = learned("fedftg", 1, False, iterations=4)
     assert all(step.graph is None for step in other.server.bench.recorded.values())  # type: ignore[attr-defined]

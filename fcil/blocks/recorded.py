@@ -26,14 +26,14 @@ class Recorded:
             self.calls += 1
             return self._aside()
         if self.graph is None:
-            self.graph = torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+            self.graph = torch.cuda.CUDAGraph()
             # only this thread's work is recorded: a checkpoint may be on its way to the disk
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self.work()
         self.graph.replay()
 
     def _aside(self) -> None:
-        stream, now = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
+        stream, now = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(now)
         with torch.cuda.stream(stream):
             self.work()
