@@ -24,6 +24,7 @@ from fcil.federation.clients import Cursor, Door
 from fcil.federation.engine import Engine, seeded, threads
 from fcil.federation.in_process import InProcess
 from fcil.federation.loop import Line, learn
+from fcil.federation.privacy import spent
 from fcil.federation.store import Checkpoints
 from fcil.files import sha256, write_text
 from fcil.machine import commit, keep_memory, peak, reset_peak
@@ -247,6 +248,9 @@ def _finish(wanted: Plan, parts: Parts, folder: Path) -> None:
         "method": wanted.method,
     }
     write_tensors(folder / "model.safetensors", flatten(parts.server.broadcast()), facts)
+    found = result_of(read(folder / "ledger.jsonl"))
+    if wanted.protocol.dp != "off":
+        found["privacy"] = spent(wanted.protocol, found.get("releases", {}))
     result = {
         "format": FORMAT,
         "method": wanted.method,
@@ -255,7 +259,7 @@ def _finish(wanted: Plan, parts: Parts, folder: Path) -> None:
         "seed": wanted.seed,
         "settings": wanted.settings,
         "classes": parts.scenario.class_names,
-        **result_of(read(folder / "ledger.jsonl")),
+        **found,
         "memory_budget": parts.scenario.budget.per_client,
         "peak_memory_bytes": peak(parts.engine.device),
         "device": str(parts.engine.device),

@@ -55,6 +55,20 @@ class Sums:
             sums = _noised(sums, field, self.protocol, (*self.key, field))
         return repaired(self.kind, field, sums)
 
+    def single(self, reply: Any) -> Any:
+        """Return one reply for a server that looks at it, if it is private by itself."""
+        if not covered(self.kind):
+            return reply
+        if self.protocol.dp == "central":
+            raise UserError(
+                f"dp=central protects sums, and this method's server looks at every {self.kind.__name__} by itself; "
+                "set dp=local"
+            )
+        flat = flatten(reply)
+        for own in covered(self.kind):
+            flat |= repaired(self.kind, own, _of(flat, own))
+        return unflatten(self.kind, flat)
+
 
 def said(reply: Any, protocol: Protocol, *key: int | str) -> Any:
     """Return a reply as it may leave its client: with noise in what is covered, where privacy is local."""
@@ -106,6 +120,11 @@ def ready(protocol: Protocol) -> None:
     """Say at the start of a run what its privacy lacks, not at its end."""
     if protocol.dp != "off":
         clips(protocol)
+        if protocol.dp == "central" and protocol.outliers:
+            raise UserError(
+                "dp=central and outliers exclude each other, since one client's data would decide whose reply is refused; "
+                "set outliers=0, or dp=local"
+            )
         if find_spec("opacus") is None:
             raise UserError(f"dp={protocol.dp} counts its cost with opacus; pip install 'fcil[privacy]'")
 
@@ -124,12 +143,16 @@ def spent(protocol: Protocol, releases: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _clipped(flat: Weights, field: str, limit: float) -> Weights:
-    own = {name: tensor for name, tensor in flat.items() if name == field or name.startswith(field + "/")}
+    own = _of(flat, field)
     if not own:
         return {}
     norms = [torch.linalg.vector_norm(tensor.to(torch.float64)) for tensor in own.values()]
     factor = (limit / torch.stack(norms).norm().clamp_min(1e-300)).clamp_max(1.0)
     return {name: (tensor * factor).to(_float(tensor)) for name, tensor in own.items()}
+
+
+def _of(flat: Weights, field: str) -> Weights:
+    return {name: tensor for name, tensor in flat.items() if name == field or name.startswith(field + "/")}
 
 
 def _noised(flat: Weights, field: str, protocol: Protocol, key: tuple[int | str, ...]) -> Weights:

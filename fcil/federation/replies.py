@@ -34,6 +34,8 @@ class Replies(Generic[Up]):
 
     def __iter__(self) -> Iterator[Up]:
         """Yield single replies; they are all held in memory from then on."""
+        if self._private is not None:
+            return map(self._private.single, self._hold())
         return iter(self._hold())
 
     def __len__(self) -> int:
