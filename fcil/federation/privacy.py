@@ -122,7 +122,7 @@ def ready(protocol: Protocol) -> None:
         clips(protocol)
         if protocol.dp == "central" and protocol.outliers:
             raise UserError(
-                "dp=central and outliers exclude each other, since one client's data would decide whose reply is refused; "
+                "dp=central and outliers exclude each other: one client's data would decide whose reply is refused; "
                 "set outliers=0, or dp=local"
             )
         if find_spec("opacus") is None:

@@ -53,7 +53,7 @@ class Judge:
             kind, get_type_hints(kind), origin, classes, protocol,
         )  # fmt: skip
         self.varies = {part.name: part.metadata.get("varies", "") for part in fields(kind)}
-        networks = {name for name, its in get_type_hints(type(sent)).items() if its is Weights is self.kinds.get(name)}
+        networks = {name for name, its in get_type_hints(type(sent)).items() if its == Weights == self.kinds.get(name)}
         self.sent = {name: _form(tensor) for name, tensor in flatten(sent).items() if _field(name) in networks}
         self.networks = {_field(name) for name in self.sent}  # fields of which it is known what belongs in them
         self.forms: dict[str, Form | None] = {}  # what the others look like, once enough of them came
@@ -127,7 +127,7 @@ class Judge:
             first, second = (*found.most_common(2), (None, 0))[:2]
             self.forms.setdefault(key, first[0] if first[1] > second[1] else None)
         for own, its in self.kinds.items():
-            if its is Weights and self.varies[own] != "names" and own not in self.names and flats:
+            if its == Weights and self.varies[own] != "names" and own not in self.names and flats:
                 having = Counter(name for flat in flats for name in flat if _field(name) == own)
                 self.names[own] = {name for name, number in having.items() if number > len(flats) / 2}
 
@@ -179,7 +179,7 @@ class Judge:
         its = self.kinds[own]
         if self.protocol.dp == "local" and own in covered(self.kind):
             return None  # noise makes anything of it
-        counts = own.startswith("count") or (its is Weights and key.startswith("count"))
+        counts = own.startswith("count") or (its == Weights and key.startswith("count"))
         if not counts and its is not int:
             return None
         return self.protocol.most_images if counts and its is not Tensor else math.inf
