@@ -107,6 +107,7 @@ class Door:
         cursor: Cursor | None = None,
         experiment: str = "",
         wait: Callable[[int, str], None] = tried,
+        journal: Callable[[str], None] = lambda release: None,
     ):
         privacy.ready(protocol)
         self.transport, self.scenario, self.protocol, self.seed = transport, scenario, protocol, seed
@@ -114,6 +115,7 @@ class Door:
         self.tally = Tally()
         self.experiment = experiment  # what every reply from another machine has to name
         self.wait = wait  # called with (tries, what is missing) before a question is asked again
+        self.journal = journal  # told of everything private before anyone sees it: after a crash, twice of some
         self.stage, self.round, self.of = "task", 0, 1
         self._open: Replies[Any] | None = None
 
@@ -187,6 +189,8 @@ class Door:
         heard: set[int] = set()
         while True:
             came = set()
+            for name in privacy.covered(kind) if self.protocol.dp == "local" and missing else ():
+                self._book(handler.__name__, name)
             for verdict in judge.verdicts(self._delivered(missing, handler, message, call)):
                 self.tally.lost -= verdict.client not in heard
                 heard.add(verdict.client)
@@ -203,9 +207,6 @@ class Door:
             self.wait(tries, f"{there} of task {call.task + 1}, and quorum={self.protocol.quorum}")
         if why and len(missing) == len(who):
             raise UserError(f"no reply to {handler.__name__} was let in; the last one {why}")
-        if self.protocol.dp == "local" and len(missing) < len(who):
-            for name in privacy.covered(kind):
-                self._book(handler.__name__, name)
 
     def _delivered(
         self, who: list[int], handler: Callable[..., Any], message: Any, call: Call
@@ -236,7 +237,8 @@ class Door:
         return True
 
     def _book(self, answer: str, field: str) -> None:
-        self.tally.releases[f"{answer}.{field}"] += 1
+        self.journal(name := f"{answer}.{field}")
+        self.tally.releases[name] += 1
 
     def _is_lost(self, client: int, where: str, time_asked: int) -> bool:
         """Draw as the schedule does: methods that ask more often lose the same messages of a round."""

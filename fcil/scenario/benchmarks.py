@@ -129,7 +129,9 @@ class Protocol:
         "of a class; 0 refuses none",
         least=0,
     )
-    most_images: int = knob(10_000_000, "images that a client may claim to have; a reply that claims more is refused")
+    most_images: int = knob(
+        10_000_000, "images that a client may claim to have; a reply that claims more is refused", least=1
+    )
     quorum: int = knob(
         0, "replies that a question needs: whoever did not answer is asked again until then; 0 needs none", least=0
     )
