@@ -196,6 +196,12 @@ def test_a_wrong_update_is_refused_by_name_and_the_round_goes_on(
 STATISTICS = {
     "a class beyond all": (changed(sums__6=torch.ones(3)), "speaks of class 6; there is room for 6"),
     "a class below zero": (changed(**{"sums__-1": torch.ones(3)}), "speaks of class -1"),
+    "a class of very many digits": (changed(**{"sums__" + "9" * 5000: torch.ones(3)}), "speaks of class 9{60}; there"),
+    "a class written in two ways": (changed(sums__00=torch.ones(3)), "speaks of class 00"),
+    "a name that would forge a log": (
+        changed(**{"sums\nserver": torch.ones(3)}),
+        r"has sums\?server, which is no part",
+    ),
     "a class that is no number": (changed(sums__cat=torch.ones(3)), "speaks of class cat"),
     "a shape of its own": (changed(sums__0=torch.ones(2)), r"shape \(2,\) as sums/0; most replies have .*\(3,\)"),
     "two shapes": (changed(spread=torch.ones(2, 1)), r"shape \(2, 1\) as spread; most replies"),

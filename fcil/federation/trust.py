@@ -49,26 +49,28 @@ class Judge:
     """Judges the replies to one question."""
 
     def __init__(self, kind: type, sent: Any, origin: Origin, classes: int, protocol: Protocol):
-        self.kind, self.kinds, self.origin, self.classes, self.protocol = (
-            kind, get_type_hints(kind), origin, classes, protocol,
-        )  # fmt: skip
+        self.kind, self.kinds, self.origin, self.protocol = kind, get_type_hints(kind), origin, protocol
+        self.classes = {str(j) for j in range(classes)}
         self.varies = {part.name: part.metadata.get("varies", "") for part in fields(kind)}
         networks = {name for name, its in get_type_hints(type(sent)).items() if its == Weights == self.kinds.get(name)}
         self.sent = {name: _form(tensor) for name, tensor in flatten(sent).items() if _field(name) in networks}
         self.networks = {_field(name) for name in self.sent}  # fields of which it is known what belongs in them
         self.forms: dict[str, Form | None] = {}  # what the others look like, once enough of them came
         self.names: dict[str, set[str]] = {}
+        self.parts: dict[tuple[str, Form], str] = {}  # what was found of a tensor's name and form
 
     def verdicts(self, stream: Iterable[tuple[int, Answered]]) -> Iterator[Verdict]:
         """Judge replies; they come out in the order in which they came."""
         held: list[Verdict] = []
+        weight = 0
         for client, answered in stream:
             flat = _flat(answered.reply)
             held.append(Verdict(client, answered, flat, self._unfit(answered, flat)))
+            weight += held[-1].size
             room = HELD["cuda" if any(tensor.is_cuda for tensor in flat.values()) else "cpu"]
-            if not self.protocol.outliers and len(held) >= FEWEST and sum(one.size for one in held) >= room:
+            if not self.protocol.outliers and len(held) >= FEWEST and weight >= room:
                 yield from self._judged(held)
-                held = []
+                held, weight = [], 0
         yield from self._judged(held)
 
     def _judged(self, held: list[Verdict]) -> list[Verdict]:
@@ -99,22 +101,27 @@ class Judge:
         for name, its in self.kinds.items():
             if get_origin(its) is not dict and name not in flat:
                 return f"lacks {name}"
-        return next((why for name, tensor in flat.items() if (why := self._unfit_part(name, tensor))), "")
+        for part in ((name, _form(tensor)) for name, tensor in flat.items()):
+            if part not in self.parts:
+                self.parts[part] = self._unfit_part(*part)
+            if why := self.parts[part]:
+                return why
+        return ""
 
-    def _unfit_part(self, name: str, tensor: Tensor) -> str:
-        """Say why a tensor cannot be in such a record under its name."""
+    def _unfit_part(self, name: str, form: Form) -> str:
+        """Say why a tensor of this form cannot be in such a record under its name."""
         own, slash, key = name.partition("/")
         its = self.kinds.get(own)
         if its is None or bool(slash) != (get_origin(its) is dict):
-            return f"has {name[:60]}, which is no part of a {self.kind.__name__}"
-        if its in NUMBERS and _form(tensor) != ((), NUMBERS[its]):
-            return f"has {_said(tensor)} as {name}, which is one {its.__name__}"
-        if slash and get_args(its)[0] is int and not (key.isdecimal() and key.isascii() and int(key) < self.classes):
-            return f"speaks of class {key[:60]}; there is room for {self.classes}"
+            return f"has {_shown(name)}, which is no part of a {self.kind.__name__}"
+        if its in NUMBERS and form != ((), NUMBERS[its]):
+            return f"has {_said(form)} as {_shown(name)}, which is one {its.__name__}"
+        if slash and get_args(its)[0] is int and key not in self.classes:
+            return f"speaks of class {_shown(key)}; there is room for {len(self.classes)}"
         if own in self.networks and name not in self.sent:
-            return f"has {name[:60]}, which was not sent to it"
-        if name in self.sent and _form(tensor) != self.sent[name]:
-            return f"has {_said(tensor)} as {name}; what was sent is {_said(self.sent[name])}"
+            return f"has {_shown(name)}, which was not sent to it"
+        if name in self.sent and form != self.sent[name]:
+            return f"has {_said(form)} as {_shown(name)}; what was sent is {_said(self.sent[name])}"
         return ""
 
     def _settle(self, flats: Sequence[Weights]) -> None:
@@ -135,11 +142,13 @@ class Judge:
         for name, tensor in flat.items():
             usual = self.forms[self._key(name)]
             if usual is None:
-                return f"differs from another in the shape of {name}, and there are too few to say which is right"
+                return (
+                    f"differs from another in the shape of {_shown(name)}, and there are too few to say which is right"
+                )
             if self._rows(name, tensor) != usual:
-                return f"has {_said(tensor)} as {name}; most replies have {_said(usual)}"
+                return f"has {_said(tensor)} as {_shown(name)}; most replies have {_said(usual)}"
         absent = next((name for names in self.names.values() for name in sorted(names) if name not in flat), "")
-        return f"lacks {absent}" if absent else ""
+        return f"lacks {_shown(absent)}" if absent else ""
 
     def _look_at_numbers(self, good: Sequence[Verdict]) -> None:
         """Refuse what is not finite and what counts too little or too much, in one reading of all replies."""
@@ -158,11 +167,11 @@ class Judge:
             asked += [(one, name, "most", tensor.max()) for name, tensor in counting.items()]
         for (one, name, what, _), number in zip(asked, _numbers([number for *_, number in asked]), strict=True):
             if what == "norm" and not math.isfinite(number):
-                one.why, one.diverged = f"has numbers in {name} that are not finite", one.answered.images > 0
+                one.why, one.diverged = f"has numbers in {_shown(name)} that are not finite", one.answered.images > 0
             elif what == "least" and number < 0:
-                one.why = one.why or f"counts {number:g} as {name}, which is less than nothing"
+                one.why = one.why or f"counts {number:g} as {_shown(name)}, which is less than nothing"
             elif what == "most" and number > (most := self._most(name) or 0):
-                one.why = one.why or f"counts {number:,.0f} as {name}; most_images allows {most:,.0f}"
+                one.why = one.why or f"counts {number:,.0f} as {_shown(name)}; most_images allows {most:,.0f}"
 
     def _key(self, name: str) -> str:
         """Return under which name tensors are compared: all classes of a field look alike."""
@@ -188,11 +197,11 @@ class Judge:
 def _another_question(said: Origin, asked: Origin) -> str:
     """Say how a reply belongs to another question, if it does."""
     if said.experiment != asked.experiment:
-        return f"is of another experiment, {str(said.experiment)[:60]}"
+        return f"is of another experiment, {_shown(said.experiment)}"
     if said.version != asked.version:
-        return f"is of fcil {str(said.version)[:60]}; here is fcil {asked.version}"
+        return f"is of fcil {_shown(said.version)}; here is fcil {asked.version}"
     if said != asked:
-        return f"answers question {said.step} ({str(said.answer)[:60]}), not {asked.step} ({asked.answer})"
+        return f"answers question {_shown(said.step)} ({_shown(said.answer)}), not {asked.step} ({asked.answer})"
     return ""
 
 
@@ -211,6 +220,11 @@ def _flat(reply: Any) -> Weights:
     if isinstance(reply, dict):
         return {name: tensor for name, tensor in reply.items() if isinstance(tensor, Tensor)}
     return flatten(reply) if is_dataclass(reply) else {}
+
+
+def _shown(words: Any) -> str:
+    """Return what a client wrote as one short line of a log."""
+    return "".join(letter if letter.isprintable() else "?" for letter in str(words)[:60])
 
 
 def _field(name: str) -> str:
