@@ -106,8 +106,13 @@ def test_a_sum_is_released_once_however_often_it_is_looked_at() -> None:
     first = came.sum("sums")
     first[0] += 100
     assert torch.equal(came.sum("sums")[1], first[1]) and not torch.equal(came.sum("sums")[0], first[0])
-    assert torch.equal(came.mean("sums")[1], first[1] / 3)
     assert released == ["sums"]
+
+
+def test_an_average_would_tell_by_how_many_it_was_divided() -> None:
+    with pytest.raises(UserError, match="dp=central protects sums, and this method's server averages sums"):
+        replies([said(1.0)] * 3, dp="central")[0].mean("sums")
+    assert replies([said(1.0)] * 3, dp="local")[0].mean("sums")[0][0] == 1.0
 
 
 def test_networks_and_the_number_of_images_get_no_noise() -> None:

@@ -55,6 +55,11 @@ class Sums:
             sums = _noised(sums, field, self.protocol, (*self.key, field))
         return repaired(self.kind, field, sums)
 
+    def averaged(self, field: str) -> None:
+        """Refuse an average of what only sums protect: by how many it is divided tells who has a class."""
+        if self.protocol.dp == "central" and field in covered(self.kind):
+            raise UserError(f"dp=central protects sums, and this method's server averages {field}; set dp=local")
+
     def single(self, reply: Any) -> Any:
         """Return one reply for a server that looks at it, if it is private by itself."""
         if not covered(self.kind):

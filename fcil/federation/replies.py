@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fcil.errors import UserError
 from fcil.federation.aggregation import clipped, ordered
-from fcil.federation.privacy import Sums, covered
+from fcil.federation.privacy import Sums
 from fcil.records import Weights, flatten
 from fcil.scenario.benchmarks import Protocol
 
@@ -44,9 +44,8 @@ class Replies(Generic[Up]):
 
     def mean(self, field: str) -> Any:
         """Average one field over the replies; if nobody answered, what was sent stands."""
-        if self._private is not None and field in covered(self._kind):
-            sums, total = self._sums(field), self._fold().total
-            return self._rebuilt(field, {n: t / total[n] for n, t in sums.items()} if sums else self._as_sent(field))
+        if self._private is not None:
+            self._private.averaged(field)
         if self._protocol.aggregate != "mean":
             single = self._of(field)
             return self._rebuilt(field, self._robust(field, single) if single else self._as_sent(field))
