@@ -14,9 +14,26 @@ from fcil.federation.replies import Replies
 from fcil.method import reply_type
 from fcil.records import flatten, size_in_bytes, unflatten
 from fcil.scenario import benchmarks
-from fcil.scenario.scenario import Scenario
 from fcil.scenario.tasks import Task
-from fcil.seeds import seed_of
+
+
+class Participants(Protocol):
+    """Who takes part when: drawn by a scenario, or the nodes of a deployment."""
+
+    def begin(self, task: Task) -> None:
+        """Let the images of `task` arrive."""
+
+    def present(self, task: Task) -> list[int]:
+        """Return the clients that are there in a task."""
+        ...
+
+    def sample(self, task: Task, name: str, round: int) -> list[int]:
+        """Return the clients of a round."""
+        ...
+
+    def loses(self, client: int, task: Task, where: str, times: int) -> bool:
+        """Tell whether a message is made to be lost on its way to a client."""
+        ...
 
 
 class Transport(Protocol):
@@ -79,7 +96,7 @@ class Door:
     def __init__(
         self,
         transport: Transport,
-        scenario: Scenario,
+        scenario: Participants,
         protocol: benchmarks.Protocol,
         seed: int,
         cursor: Cursor | None = None,
@@ -167,6 +184,4 @@ class Door:
         self.tally.seconds[handler.__name__] += time.perf_counter() - start
 
     def _is_lost(self, client: int, where: str, time_asked: int) -> bool:
-        """Draw as the schedule does: methods that ask more often lose the same messages of a round."""
-        share, key = self.scenario.benchmark.lost, (client, self.task.index, where, time_asked)
-        return share > 0 and seed_of(self.scenario.schedule.seed, "lost", *key) / 2**63 < share
+        return self.scenario.loses(client, self.task, where, time_asked)

@@ -1,0 +1,5 @@
+"""The Flower app: everything is in fcil."""
+
+from fcil.deploy.flower import client_app, server_app
+
+server, client = server_app(), client_app()

@@ -1,0 +1,165 @@
+"""A server and a node as an operator starts them: checks first, then Flower's programs, then watching over them."""
+
+import fcntl
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fcil.deploy import certificates
+from fcil.deploy.processes import (
+    Address,
+    await_listening,
+    last_words,
+    register,
+    stop,
+    submit,
+    superlink,
+    supernode,
+)
+from fcil.deploy.script import Terms
+from fcil.errors import UserError
+
+LOOK = 1.0  # seconds between two looks at what goes on
+SLOW = 60.0  # seconds that a process may take to begin or to let go
+Say = Callable[[str], None]
+
+
+def serve(run: Path, terms: Terms, say: Say) -> None:
+    """Serve a run folder until it is finished; `terms` and the plan are in it."""
+    listen, tls = Address.read(terms.listen, "--listen"), Path(terms.tls) if terms.tls else None
+    check_server(listen, tls)
+    _await_unlocked(run)
+    place, log = run / "flower", run / "server.log"
+    with _running(lambda: superlink(listen, place, tls)) as process:
+        await_listening(listen.near, process, place / "superlink.log")
+        admitted: set[Path] = set()
+        _admit(place, tls, admitted, say)
+        heard = log.stat().st_size if log.exists() else 0
+        submit(place, run)
+        say(f"listening on {listen}; nodes may join; log: {log}")
+        begun, idle = False, 0.0
+        while not (run / "result.json").exists():
+            time.sleep(LOOK)
+            heard, lines = _new_lines(log, heard)
+            for line in lines:
+                say(line)
+            begun = begun or bool(lines)
+            idle = 0.0 if _is_locked(run) else idle + LOOK
+            if process.poll() is not None:
+                raise UserError(f"Flower's SuperLink ended: {last_words(place / 'superlink.log')}")
+            if idle > (5 if begun else SLOW) and not (run / "result.json").exists():
+                raise UserError(f"the server's script ended: {last_words(log)}; go on with: fcil serve --resume {run}")
+            _admit(place, tls, admitted, say)
+        for line in _new_lines(log, heard)[1]:
+            say(line)
+
+
+def check_server(listen: Address, tls: Path | None) -> None:
+    """Say what keeps a server from starting."""
+    if tls is not None:
+        for name in ("ca.crt", "server.crt"):
+            certificates.check(tls / name)
+        if not (tls / "server.key").is_file():
+            raise UserError(f"there is no {tls / 'server.key'}; make one with: fcil certs {tls} --host HOST")
+    listen.require_free()
+
+
+def join(
+    server: Address, data: Path, state: Path, key: Path | None, ca: Path | None, name: str, device: str, say: Say
+) -> None:
+    """Be a node until stopped; when Flower's program ends, say why."""
+    if not data.is_dir():
+        raise UserError(f"there is no folder {data}; --data is a folder of class folders")
+    if ca is not None:
+        certificates.check(ca)
+    if key is not None:
+        certificates.check_key(key)
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+        (state / "flower").mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {state}: {error.strerror}; choose another --state") from None
+    facts = {"name": name, "data": str(data.resolve()), "state": str(state.resolve()), "device": device}
+    log = state / "flower" / "supernode.log"
+    heard = log.stat().st_size if log.exists() else 0
+    with _running(lambda: supernode(server, state / "flower", key, ca, facts)) as process:
+        say(f"node {name} joins {server}; log: {log}")
+        known = False
+        while process.poll() is None:
+            time.sleep(LOOK)
+            heard, lines = _new_lines(log, heard)
+            if not known and any("SuperNode ID" in line for line in lines):
+                known = True
+                say(f"node {name} is admitted")
+        raise UserError(why_not(log, server, ca, name))
+
+
+def why_not(log: Path, server: Address, ca: Path | None, name: str) -> str:
+    """Say in a sentence why a SuperNode ended."""
+    try:
+        tail = log.read_text(errors="replace")[-4000:]
+    except OSError:
+        tail = ""
+    if "CERTIFICATE_VERIFY_FAILED" in tail:
+        return (
+            f"the certificate of {server} is not one that {ca or 'this machine'} vouches for, has expired, or names "
+            "another host; copy ca.crt from the server, or make the certificate anew: fcil certs DIR --host HOST"
+        )
+    if "2001" in tail:
+        return f"{server} admits nodes with a key only; give it with --key"
+    if "2004" in tail or "activate" in tail:
+        return (
+            f"{server} did not admit node {name}: its key is not registered there, or it still counts as online, as it "
+            "does for a minute after a crash; try again in ten seconds"
+        )
+    return f"Flower's SuperNode ended: {last_words(log)}"
+
+
+@contextmanager
+def _running(begin: Callable[[], "subprocess.Popen[bytes]"]) -> Iterator["subprocess.Popen[bytes]"]:
+    process = begin()
+    try:
+        yield process
+    finally:
+        stop(process)
+
+
+def _admit(place: Path, tls: Path | None, admitted: set[Path], say: Say) -> None:
+    """Register the nodes whose public keys lie in the folder of certificates, also those that come later."""
+    for key in sorted((tls / "nodes").glob("*/*.pub")) if tls is not None else []:
+        if key not in admitted:
+            register(place, key)
+            admitted.add(key)
+            say(f"node {key.stem} may join")
+
+
+def _new_lines(log: Path, heard: int) -> tuple[int, list[str]]:
+    try:
+        with log.open("rb") as file:
+            file.seek(heard)
+            fresh = file.read()
+    except OSError:
+        return heard, []
+    whole = fresh[: fresh.rfind(b"\n") + 1]
+    return heard + len(whole), whole.decode(errors="replace").splitlines()
+
+
+def _is_locked(run: Path) -> bool:
+    try:
+        with (run / "lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _await_unlocked(run: Path) -> None:
+    until = time.monotonic() + SLOW
+    while _is_locked(run):
+        if time.monotonic() > until:
+            raise UserError(f"{run} is being written by another process; wait for it, or stop it")
+        time.sleep(LOOK)
