@@ -2,4 +2,5 @@
 
 from fcil.deploy.flower import client_app, server_app
 
-server, client = server_app(), client_app()
+server = server_app()
+client = client_app()

@@ -136,8 +136,8 @@ def _sorted_out(
             if pixels is not None:
                 mine.append((digest, slots[name], pixels))
         chosen = {digest for digest, _, _ in mine if int(digest[:8], 16) % HELD_OUT == 0}
-        if not chosen and len(mine) > 1 and slots[name] not in tested:
-            chosen = {min(digest for digest, _, _ in mine)}
+        if len(mine) > 1 and (len(chosen) == len(mine) or not (chosen or slots[name] in tested)):
+            chosen = {min(digest for digest, _, _ in mine)}  # some of a class are for either
         held_out += [image for image in mine if image[0] in chosen]
         trained += [image for image in mine if image[0] not in chosen]
     return trained, held_out, skipped
