@@ -24,6 +24,7 @@ from fcil.federation.clients import Cursor, Door
 from fcil.federation.engine import Engine, seeded, threads
 from fcil.federation.in_process import InProcess
 from fcil.federation.loop import Line, learn
+from fcil.federation.privacy import spent
 from fcil.federation.store import Checkpoints
 from fcil.files import sha256, write_text
 from fcil.machine import commit, keep_memory, peak, reset_peak
@@ -253,7 +254,10 @@ def write_outcome(
     write_tensors(folder / "model.safetensors", flatten(server.broadcast()), facts)
     if not result:
         return
-    found = {
+    found = result_of(read(folder / "ledger.jsonl"))
+    if wanted.protocol.dp != "off":
+        found["privacy"] = spent(wanted.protocol, found.get("releases", {}))
+    outcome = {
         "format": FORMAT,
         "method": wanted.method,
         "benchmark": wanted.benchmark.name,
@@ -261,7 +265,7 @@ def write_outcome(
         "seed": wanted.seed,
         "settings": wanted.settings,
         "classes": classes,
-        **result_of(read(folder / "ledger.jsonl")),
+        **found,
         "memory_budget": setting.budget.per_client,
         "peak_memory_bytes": peak(torch.device(device)),
         "device": device,
@@ -271,7 +275,7 @@ def write_outcome(
         "command": wanted.command,
         "ledger_sha256": sha256(folder / "ledger.jsonl"),
     }
-    write_text(folder / "result.json", json.dumps(found, indent=1) + "\n")
+    write_text(folder / "result.json", json.dumps(outcome, indent=1) + "\n")
 
 
 @contextmanager

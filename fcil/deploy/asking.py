@@ -9,14 +9,12 @@ from typing import Any, Protocol
 
 from fcil.deploy.messages import ASK, EVALUATE, LOOK, VERSION, Reply, Request
 from fcil.deploy.roster import Roster
-from fcil.federation.calls import Answered, Call
+from fcil.federation.calls import Answered, Call, Origin
 from fcil.files import write_text
-from fcil.method import reply_type
-from fcil.records import Weights, flatten, unflatten
+from fcil.records import Weights, flatten
 from fcil.scenario.tasks import Task
 
 Log = Callable[[str], None]
-Judge = Callable[[Any, Mapping[int, Any]], Mapping[int, str]]  # what was sent, replies by client -> why refused
 
 
 class Wire(Protocol):
@@ -43,16 +41,11 @@ class Rules:
     ends: bool = False  # whether the run is over when there is nothing new
 
 
-def all_good(sent: Any, replies: Mapping[int, Any]) -> Mapping[int, str]:
-    """Refuse nothing."""
-    return {}
-
-
 class Asking:
-    """A transport whose clients are nodes. Below `min_nodes` good answers it waits, and asks the others again."""
+    """A transport whose clients are nodes; what it brings back is judged at the door."""
 
-    def __init__(self, wire: Wire, roster: Roster, rules: Rules, status: Path, log: Log, judge: Judge = all_good):
-        self.wire, self.roster, self.rules, self.status, self.log, self.judge = wire, roster, rules, status, log, judge
+    def __init__(self, wire: Wire, roster: Roster, rules: Rules, status: Path, log: Log):
+        self.wire, self.roster, self.rules, self.status, self.log = wire, roster, rules, status, log
         self.standing: dict[str, Any] = {}  # what every question of this task says
 
     def begin(self, task: Task) -> None:
@@ -61,36 +54,37 @@ class Asking:
     def deliver(
         self, who: Sequence[int], handler: Callable[..., Any], message: Any, call: Call
     ) -> Iterator[tuple[int, Answered]]:
-        """Ask all at once; yield the good answers in the order of `who`."""
-        came: dict[int, Answered] = {}
-        kind = reply_type(handler)
-
-        def read(reply: Reply) -> Answered:
-            facts = reply.facts
-            return Answered(
-                unflatten(kind, reply.tensors), int(facts["kept"]), float(facts["loss"]), int(facts["images"])
-            )
-
-        def judged(answers: Mapping[int, Answered]) -> Mapping[int, str]:
-            return self.judge(message, {client: answered.reply for client, answered in answers.items()})
-
+        """Ask all at once; yield the answers in the order of `who`."""
         facts = {"handler": handler.__name__, "call": call._asdict()}
-        for client, answered in self._until_enough(who, ASK, facts, flatten(message), read, judged):
-            came[client] = answered
-        yield from ((client, came[client]) for client in who if client in came)
+        came = self._asked(who, ASK, facts, flatten(message))
+        for client in who:
+            if client in came:
+                try:
+                    yield client, _answered(came[client])
+                except (KeyError, TypeError, ValueError) as error:
+                    self.refuse(client, f"it cannot be read ({type(error).__name__}: {error})")
 
     def evaluate(self, who: Sequence[int], broadcast: Any, call: Call, classes: int) -> dict[int, dict[str, Any]]:
-        """Return what each node counts on the images it holds out: `correct`, `total` and `held`, by class."""
+        """Return what nodes count on the images they hold out; where too few answer, ask the others again."""
+        found: dict[int, dict[str, Any]] = {}
+        least, tries = min(self.rules.min_nodes, len(who)), 0
+        while not found or len(found) < least:
+            if tries:
+                self.wait(tries, f"{len(found)} of at least {least} nodes have counted right answers")
+            missing = [client for client in who if client not in found]
+            replies = self._asked(missing, EVALUATE, {"call": call._asdict()}, flatten(broadcast))
+            for client, reply in replies.items():
+                try:
+                    found[client] = _counted(reply, classes)
+                except (KeyError, TypeError, ValueError, AttributeError) as error:
+                    self.refuse(client, str(error) or type(error).__name__)
+            tries += 1
+        return found
 
-        def read(reply: Reply) -> dict[str, Any]:
-            counts = {key: [int(n) for n in reply.facts[key]] for key in ("correct", "total", "held")}
-            right = all(0 <= c <= n for c, n in zip(counts["correct"], counts["total"], strict=True))
-            if not right or any(len(found) != classes or min(found, default=0) < 0 for found in counts.values()):
-                raise ValueError("its counts cannot be")
-            return {**counts, "classes": {str(name): int(n) for name, n in reply.facts["classes"].items()}}
-
-        facts = {"call": call._asdict()}
-        return dict(self._until_enough(who, EVALUATE, facts, flatten(broadcast), read, lambda _: {}))
+    def wait(self, tries: int, sentence: str) -> None:
+        """Wait a little for nodes that are missing."""
+        self.log(f"{sentence}; asking the other nodes again")
+        time.sleep(min(self.rules.pause * tries, 30.0))
 
     def gather(self, least: int) -> None:
         """Wait until so many nodes are there; look at those that are new."""
@@ -129,55 +123,55 @@ class Asking:
         node.refused, node.why = node.refused + 1, why
         self.log(f"refused a reply of node {node.name}: {why}")
 
-    def _until_enough(
-        self,
-        who: Sequence[int],
-        kind: str,
-        facts: Mapping[str, Any],
-        tensors: Weights,
-        read: Callable[[Reply], Any],
-        judged: Callable[[Mapping[int, Any]], Mapping[int, str]],
-    ) -> Iterator[tuple[int, Any]]:
-        good: dict[int, Any] = {}
-        least = min(self.rules.min_nodes, len(who))
-        weight = sum(t.numel() * t.element_size() for t in tensors.values())
+    def _asked(self, who: Sequence[int], kind: str, facts: Mapping[str, Any], tensors: Weights) -> dict[int, Reply]:
+        """Ask those of `who` that can be reached, once; return what came, but for those who say they cannot answer."""
+        self.gather(self.rules.min_nodes)
+        reached = {client: self.roster.addresses[client] for client in who if client in self.roster.addresses}
         on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        while True:
-            self.gather(self.rules.min_nodes)
-            reached = {c: self.roster.addresses[c] for c in who if c not in good and c in self.roster.addresses}
-            mail = {
-                address: Request(kind, {**self.standing, **facts, "client": client}, on_cpu)
-                for client, address in reached.items()
-            }
-            replies = self.wire.exchange(mail)
-            opened = {}
-            for client, address in reached.items():
-                node = self.roster.nodes[client]
-                node.down += weight
-                if address not in replies:
-                    self.log(f"no answer of node {node.name} to {facts.get('handler', kind)}")
-                    continue
-                reply, node.last, node.answers = replies[address], time.time(), node.answers + 1
-                node.up += sum(t.numel() * t.element_size() for t in reply.tensors.values())
-                try:
-                    if reply.error:
-                        raise ValueError(reply.error)
-                    opened[client] = read(reply)
-                except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-                    self.refuse(client, str(error) or type(error).__name__)
-            for client, why in judged(opened).items():
-                self.refuse(client, why)
-                del opened[client]
-            good |= opened
-            self._write_status()
-            if len(good) >= least:
-                yield from good.items()
-                return
-            self.log(f"{len(good)} of at least {least} good answers; asking the other nodes again")
-            time.sleep(self.rules.pause)
+        mail = {
+            address: Request(kind, {**self.standing, **facts, "client": client}, on_cpu)
+            for client, address in reached.items()
+        }
+        replies = self.wire.exchange(mail)
+        came = {}
+        for client, address in reached.items():
+            node = self.roster.nodes[client]
+            node.down += _weight(on_cpu)
+            if address not in replies:
+                self.log(f"no answer of node {node.name} to {facts.get('handler', kind)}")
+                continue
+            reply, node.last, node.answers = replies[address], time.time(), node.answers + 1
+            node.up += _weight(reply.tensors)
+            if reply.error:
+                self.refuse(client, reply.error)
+            else:
+                came[client] = reply
+        self._write_status()
+        return came
 
     def _write_status(self) -> None:
         online = set(self.roster.addresses)
         nodes = [{**node, "online": number in online} for number, node in enumerate(self.roster.saved()["nodes"])]
         task = {"task": len(self.standing.get("groups", ())), "names": self.standing.get("names", [])}
         write_text(self.status, json.dumps({"nodes": nodes, **task, "written": time.time()}) + "\n")
+
+
+def _answered(reply: Reply) -> Answered:
+    """Read an answer: its tensors as they came, which are judged at the door."""
+    facts = reply.facts
+    origin = Origin(*(facts[name] for name in Origin._fields))
+    return Answered(dict(reply.tensors), int(facts["kept"]), float(facts["loss"]), int(facts["images"]), origin)
+
+
+def _counted(reply: Reply, classes: int) -> dict[str, Any]:
+    """Read what a node counts, by class: right answers, images held out, images trained on so far."""
+    counts = {key: [int(n) for n in reply.facts[key]] for key in ("correct", "total", "held")}
+    if any(len(found) != classes or min(found, default=0) < 0 for found in counts.values()):
+        raise ValueError(f"it does not count {classes} classes, each at least 0")
+    if any(c > n for c, n in zip(counts["correct"], counts["total"], strict=True)):
+        raise ValueError("it has more right answers than images")
+    return {**counts, "classes": {str(name): int(n) for name, n in reply.facts["classes"].items()}}
+
+
+def _weight(tensors: Weights) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

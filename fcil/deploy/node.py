@@ -12,7 +12,7 @@ from fcil.deploy.folders import Arrivals, inventory
 from fcil.deploy.messages import ASK, EVALUATE, LOOK, VERSION, Reply, Request
 from fcil.errors import UserError
 from fcil.experiment import setting_of
-from fcil.federation.calls import Call
+from fcil.federation.calls import Call, Origin
 from fcil.federation.engine import Engine
 from fcil.federation.in_process import differ, snapshot
 from fcil.federation.versions import Place, Versions
@@ -85,7 +85,9 @@ class Here:
             keep_no_more(memory)
             self._weigh(handler.__name__, answered.kept)
         self.versions.apply(place, flatten(memory) if changed else None)
-        facts = {"kept": answered.kept, "loss": float(answered.loss), "images": answered.images}
+        origin = Origin(str(self.facts["experiment"]), __version__, self.call.step, handler.__name__)
+        measured = {"kept": answered.kept, "loss": float(answered.loss), "images": answered.images}
+        facts = {**origin._asdict(), **measured}
         return Reply(facts, {name: tensor.detach().cpu() for name, tensor in flatten(answered.reply).items()})
 
     def evaluate(self, asked: Request) -> Reply:

@@ -29,8 +29,8 @@ class Seen:
 class Roster:
     """Nodes by number; a number stays with its name. To a door these are the clients that take part."""
 
-    def __init__(self, seed: int, active: int):
-        self.seed, self.active = seed, active
+    def __init__(self, seed: int, active: int, capacity: int):
+        self.seed, self.active, self.capacity = seed, active, capacity
         self.nodes: list[Seen] = []
         self.addresses: dict[int, int] = {}  # where each can be reached now
         self.there: list[list[int]] = []  # the clients of each task

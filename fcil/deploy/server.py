@@ -9,11 +9,11 @@ import json
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from fcil.deploy.asking import Asking, Judge, Log, Rules, Wire, all_good
+from fcil.deploy.asking import Asking, Log, Rules, Wire
 from fcil.deploy.growth import grown
 from fcil.deploy.messages import VERSION
 from fcil.deploy.registry import Registry, room_for
@@ -35,15 +35,13 @@ from fcil.results.runs import FORMAT
 from fcil.scenario.tasks import Task
 
 
-def serve(
-    wanted: Plan, folder: Path, wire: Wire, rules: Rules, log: Log, capacity: int, judge: Judge = all_good
-) -> Iterator[Line]:
+def serve(wanted: Plan, folder: Path, wire: Wire, rules: Rules, log: Log, capacity: int) -> Iterator[Line]:
     """Run a deployment, or go on with it; yield the ledger's lines as they are written."""
     with said_plainly(folder, "fcil serve --resume"), locked(folder), threads(1):
         reset_peak()
         if not (folder / "config.toml").exists():
             write_text(folder / "config.toml", wanted.to_toml())
-        federation = Federation(wanted, folder, wire, rules, log, capacity, judge)
+        federation = Federation(wanted, folder, wire, rules, log, capacity)
         try:
             yield from federation.run()
         finally:
@@ -53,13 +51,16 @@ def serve(
 class Federation:
     """A run of a deployment: what is known of classes, nodes and tasks, and the method's server."""
 
-    def __init__(self, wanted: Plan, folder: Path, wire: Wire, rules: Rules, log: Log, capacity: int, judge: Judge):
+    def __init__(self, wanted: Plan, folder: Path, wire: Wire, rules: Rules, log: Log, capacity: int):
         self.wanted, self.folder, self.rules, self.log = wanted, folder, rules, log
         self.experiment, self.life = _begun(folder / "experiment.json")
         self.registry, self.groups, self.begun = Registry(), list[tuple[int, ...]](), 0.0
-        self.roster = Roster(wanted.seed, wanted.benchmark.active)
-        self.asking = Asking(wire, self.roster, rules, folder / "nodes.json", log, judge)
-        self.door = Door(self.asking, self.roster, wanted.protocol, wanted.seed)
+        self.roster = Roster(wanted.seed, wanted.benchmark.active, capacity)
+        self.asking = Asking(wire, self.roster, rules, folder / "nodes.json", log)
+        protocol = replace(wanted.protocol, quorum=max(wanted.protocol.quorum, rules.min_nodes))
+        self.door = Door(
+            self.asking, self.roster, protocol, wanted.seed, experiment=self.experiment, wait=self.asking.wait
+        )
         self.checkpoints = Checkpoints(folder / "checkpoint", every=0)
         self.capacity, self.saved, self.offset = capacity, (0, 0), 0
         self.setting, self.server = self._made()
@@ -76,6 +77,8 @@ class Federation:
             self.asking.gather(self.rules.min_nodes)
             while self._next_task(ledger):
                 for line in self._learn(Task(len(self.groups) - 1, tuple(self.groups))):
+                    for refused in line.get("refused", []):
+                        self.asking.refuse(refused["client"], f"to {refused['answer']}: it {refused['why']}")
                     ledger.append(line)
                     self._save(ledger)
                     yield line
@@ -155,6 +158,7 @@ class Federation:
         if wider != self.capacity:
             self.log(f"room for {wider} classes in place of {self.capacity}")
             before, self.capacity = self.server.state, wider
+            self.roster.capacity = wider
             self.setting, self.server = self._made()
             self.server.state = grown(before, self.server.state)
 
@@ -192,6 +196,7 @@ class Federation:
         self.registry, self.begun = Registry(**facts["registry"]), float(facts["begun"])
         self.groups, self.capacity = [tuple(group) for group in facts["groups"]], int(facts["capacity"])
         self.roster.restore(facts["roster"])
+        self.roster.capacity = self.capacity
         self.setting, self.server = self._made()
         self.server.state = unflatten(type(self.server.state), found.state)
         cursor = dict(facts["cursor"])
