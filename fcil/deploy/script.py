@@ -2,6 +2,8 @@
 
 import json
 import os
+import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -62,6 +64,7 @@ def script(config: Mapping[str, Any], wire: Callable[[float], Wire]) -> None:
     if not str(config["run"]) or not run.is_absolute():
         raise UserError("say which run folder to serve, as an absolute path: -c 'run=\"/...\"'")
     run.mkdir(parents=True, exist_ok=True)
+    _end_with(os.getppid())
     log = log_to(run / "server.log")
     try:
         wanted, terms = _prepared(run, config)
@@ -72,6 +75,17 @@ def script(config: Mapping[str, Any], wire: Callable[[float], Wire]) -> None:
     except UserError as error:
         log(f"stopped: {error}")
         raise
+
+
+def _end_with(parent: int) -> None:
+    """End when the process that started us does: without a SuperLink nobody can be asked, and the run must be free."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _prepared(run: Path, config: Mapping[str, Any]) -> tuple[Plan, Terms]:
