@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,8 +105,9 @@ def start(command: Sequence[str], home: Path, log: Path) -> "subprocess.Popen[by
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment(home), preexec_fn=_die_with_us
-        )
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment(home),
+            start_new_session=True, preexec_fn=_die_with_us,
+        )  # fmt: skip
 
 
 def _die_with_us() -> None:
@@ -114,7 +116,7 @@ def _die_with_us() -> None:
 
 
 def stop(process: "subprocess.Popen[bytes]", patience: float = 10.0) -> None:
-    """End a program, gently first."""
+    """End a program, gently first, and then whatever it has started."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -122,6 +124,8 @@ def stop(process: "subprocess.Popen[bytes]", patience: float = 10.0) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def superlink(listen: Address, folder: Path, tls: Path | None) -> "subprocess.Popen[bytes]":

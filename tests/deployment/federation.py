@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from fcil.deploy.certificates import make
-from fcil.deploy.processes import Address, await_listening, flwr, free_port, register, stop, superlink
+from fcil.deploy.processes import Address, await_listening, flwr, free_port, register, superlink
 from fcil.records import read_tensors
 
 ROOT = Path(__file__).parent.parent.parent
@@ -96,7 +96,11 @@ class Federation:
     def close(self) -> None:
         """Stop everything."""
         for process in self.processes.values():
-            stop(process)
+            process.terminate()
+        for name, process in self.processes.items():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            self.kill(name)
 
 
 class Link(Federation):

@@ -19,13 +19,13 @@ from fcil.deploy.server import serve
 from fcil.results.ledger import read, verify
 from tests.deployment.federation import HR, NODES, SHORT, Federation, Link, environment, same, until
 
-LONG = 420.0  # seconds: a busy machine is no failure
+LONG = 900.0  # seconds: a busy machine is no failure
 ONE = f"rounds = 1\n{SHORT}"
 MFCL = "latent = 16\nsynthetic = 16\ngenerator_steps = 5\ngenerator_batch = 16\n"
 CONFIGS = {
     "icarl": f'method = "icarl"\n{ONE}',
     "mfcl": f'method = "mfcl"\n{ONE}{MFCL}',
-    "remind": f'method = "remind"\n{ONE}',
+    "remind": f'method = "remind"\nexchanges = 1\n{ONE}',
 }
 
 
