@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,9 +54,28 @@ class Losing(LocalWire):
             raise Stopped
         if what == "one is gone":
             del replies[max(replies)]
+        if what in WRONG:
+            last = max(replies)
+            replies[last] = WRONG[what](replies[last])
         if what == "twice":
             replies = super().exchange(mail)
         return replies
+
+
+def changed(reply: Reply, **tensors: torch.Tensor) -> Reply:
+    return Reply(reply.facts, {**reply.tensors, **tensors})
+
+
+WRONG: dict[str, Callable[[Reply], Reply]] = {
+    "not finite": lambda r: changed(r, **{n: torch.full_like(t, torch.nan) for n, t in list(r.tensors.items())[:1]}),
+    "of shape (7,)": lambda r: changed(r, **{n: torch.zeros(7) for n in list(r.tensors)[:1]}),
+    "which is no part of": lambda r: changed(r, surprise=torch.zeros(1)),
+    "less than nothing": lambda r: changed(r, count=torch.tensor(-3)),
+    "answers question": lambda r: Reply({**r.facts, "step": 1}, r.tensors),
+    "of another experiment": lambda r: Reply({**r.facts, "experiment": "other"}, r.tensors),
+    "is of fcil 0.0": lambda r: Reply({**r.facts, "version": "0.0"}, r.tensors),
+    "cannot be read": lambda r: Reply({}, r.tensors),
+}
 
 
 def plan_of(method: str = "hr", capacity: int = 8, **settings: object) -> Plan:
@@ -194,6 +213,17 @@ def test_a_round_goes_on_without_a_node_that_is_gone(tmp_path: Path, three: list
     assert all(line["lost"] == 1 for line in lines if line["kind"] == "round")
     assert any("no answer of node carla" in said for said in LOGS[str(tmp_path / "run")])
     assert read_result(tmp_path / "run")["final"] >= 0
+
+
+@pytest.mark.parametrize("why", WRONG)
+def test_a_wrong_reply_is_refused_by_name_and_the_round_goes_on(tmp_path: Path, three: list[Path], why: str) -> None:
+    rules = replace(RULES, min_nodes=2)
+    list(run(plan_of("finetune"), tmp_path / "run", three, wire=Losing, rules=rules, at={2: why}))
+    (said,) = [said for said in LOGS[str(tmp_path / "run")] if "refused" in said]
+    assert said.startswith("refused a reply of node carla") and why in said
+    seen = json.loads((tmp_path / "run" / "nodes.json").read_text())["nodes"]
+    assert [node["refused"] for node in seen] == [0, 0, 1] and why in seen[2]["why"]
+    assert all(torch.isfinite(t).all() for t in weights(tmp_path / "run").values() if t.is_floating_point())
 
 
 def test_a_memory_over_its_budget_stops_a_simulation_and_is_not_kept(
