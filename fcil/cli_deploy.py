@@ -86,6 +86,9 @@ def join(
     ca: Annotated[Path | None, typer.Option(help="The CA's certificate [default: ca.crt beside the key]")] = None,
     name: Annotated[str, typer.Option(help="What this node is called [default: the key's name]")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "cpu",
+    patience: Annotated[
+        float, typer.Option(help="Seconds in which it tries again where the server does not admit it.", min=0)
+    ] = 120.0,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Without TLS and a key: on one machine, to try it.")
     ] = False,
@@ -105,7 +108,7 @@ def join(
     if key is not None and ca is None:
         ca = key.parent / "ca.crt"
     place = the_device(device)
-    _until_stopped(lambda: joined(address, data, state, key, ca, name, place, _say), f"node {name} stopped")
+    _until_stopped(lambda: joined(address, data, state, key, ca, name, place, patience, _say), f"node {name} stopped")
 
 
 def certs(

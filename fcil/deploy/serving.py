@@ -22,6 +22,7 @@ from fcil.deploy.script import Terms
 from fcil.errors import UserError
 
 LOOK = 1.0  # seconds between two looks at what goes on
+AGAIN = 5.0  # seconds between two tries to join
 SLOW = 60.0  # seconds that a process may take to begin or to let go
 Say = Callable[[str], None]
 
@@ -67,9 +68,10 @@ def check_server(listen: Address, tls: Path | None) -> None:
 
 
 def join(
-    server: Address, data: Path, state: Path, key: Path | None, ca: Path | None, name: str, device: str, say: Say
-) -> None:
-    """Be a node until stopped; when Flower's program ends, say why."""
+    server: Address, data: Path, state: Path, key: Path | None, ca: Path | None, name: str, device: str,
+    patience: float, say: Say,
+) -> None:  # fmt: skip
+    """Be a node until stopped. Where the server does not admit it, try again for `patience` seconds; then say why."""
     if not data.is_dir():
         raise UserError(f"there is no folder {data}; --data is a folder of class folders")
     if ca is not None:
@@ -83,38 +85,51 @@ def join(
         raise UserError(f"cannot write to {state}: {error.strerror}; choose another --state") from None
     facts = {"name": name, "data": str(data.resolve()), "state": str(state.resolve()), "device": device}
     log = state / "flower" / "supernode.log"
-    heard = log.stat().st_size if log.exists() else 0
-    with _running(lambda: supernode(server, state / "flower", key, ca, facts)) as process:
-        say(f"node {name} joins {server}; log: {log}")
-        known = False
-        while process.poll() is None:
-            time.sleep(LOOK)
-            heard, lines = _new_lines(log, heard)
-            if not known and any("SuperNode ID" in line for line in lines):
-                known = True
-                say(f"node {name} is admitted")
-        raise UserError(why_not(log, server, ca, name))
+    say(f"node {name} joins {server}; log: {log}")
+    until = time.monotonic() + patience
+    while True:
+        heard = log.stat().st_size if log.exists() else 0
+        with _running(lambda: supernode(server, state / "flower", key, ca, facts)) as process:
+            if _watched(process, log, heard, lambda: say(f"node {name} is admitted")):
+                until = time.monotonic() + patience
+        why, may_pass = why_not(_tail(log, heard), server, ca, name)
+        if not may_pass or time.monotonic() > until:
+            raise UserError(why)
+        time.sleep(AGAIN)
 
 
-def why_not(log: Path, server: Address, ca: Path | None, name: str) -> str:
-    """Say in a sentence why a SuperNode ended."""
-    try:
-        tail = log.read_text(errors="replace")[-4000:]
-    except OSError:
-        tail = ""
+def _watched(process: "subprocess.Popen[bytes]", log: Path, heard: int, admitted: Callable[[], None]) -> bool:
+    """Wait until a SuperNode ends; tell whether the server had admitted it."""
+    known = False
+    while process.poll() is None:
+        time.sleep(LOOK)
+        heard, lines = _new_lines(log, heard)
+        if not known and any("SuperNode ID" in line for line in lines):
+            known = True
+            admitted()
+    return known
+
+
+def why_not(tail: str, server: Address, ca: Path | None, name: str) -> tuple[str, bool]:
+    """Say in a sentence why a SuperNode ended, from the end of its log; and whether it may pass by itself."""
     if "CERTIFICATE_VERIFY_FAILED" in tail:
         return (
             f"the certificate of {server} is not one that {ca or 'this machine'} vouches for, has expired, or names "
             "another host; copy ca.crt from the server, or make the certificate anew: fcil certs DIR --host HOST"
-        )
+        ), False
     if "2001" in tail:
-        return f"{server} admits nodes with a key only; give it with --key"
+        return f"{server} admits nodes with a key only; give it with --key", False
     if "2004" in tail or "activate" in tail:
         return (
             f"{server} did not admit node {name}: its key is not registered there, or it still counts as online, as it "
-            "does for a minute after a crash; try again in ten seconds"
-        )
-    return f"Flower's SuperNode ended: {last_words(log)}"
+            "does for a minute after a crash"
+        ), True
+    lines = [line.strip() for line in tail.splitlines() if line.strip()]
+    return f"Flower's SuperNode ended: {lines[-1][-300:] if lines else 'it said nothing'}", False
+
+
+def _tail(log: Path, heard: int) -> str:
+    return "\n".join(_new_lines(log, heard)[1])
 
 
 @contextmanager

@@ -62,24 +62,22 @@ class Federation:
         path = self.place / f"{name}.txt"
         return " ".join(path.read_text().split()) if path.exists() else ""
 
-    def join(self, name: str, key: Path | None = None, ca: Path | None = None, **more: str) -> subprocess.Popen[bytes]:
+    def join(
+        self, name: str, key: Path | None = None, ca: Path | None = None, patience: int = 300, **more: str
+    ) -> subprocess.Popen[bytes]:
         """Start a node."""
         own = self.place / "tls" / "nodes" / name
         words = ["join", "--server", str(self.listen), "--data", str(self.data / name), "--name", name]
         words += ["--state", str(self.place / "state" / name), "--key", str(key or own / f"{name}.key")]
+        words += ["--patience", str(patience)]
         return self.start(name, *words, *([] if ca is None else ["--ca", str(ca)]), **more)
 
-    def rejoin(self, name: str, patience: float = 150.0) -> None:
-        """Start a node as its supervisor would: again and again, until the server admits it."""
-        end = time.monotonic() + patience
+    def rejoin(self, name: str) -> None:
+        """Start a node again, and wait until the server admits it."""
         (self.place / f"{name}.txt").unlink(missing_ok=True)
-        while True:
-            self.join(name)
-            until(lambda: self.ended(name) or "is admitted" in self.said(name), 60, f"{name} is admitted")
-            if not self.ended(name):
-                return
-            assert time.monotonic() < end, self.said(name)
-            time.sleep(5)
+        self.join(name)
+        until(lambda: self.ended(name) or "is admitted" in self.said(name), 300, f"{name} is admitted")
+        assert not self.ended(name), self.said(name)
 
     def ended(self, name: str) -> bool:
         """Tell whether a process is over."""

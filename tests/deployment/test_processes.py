@@ -123,10 +123,10 @@ def strangers(link: Link, tmp_path: Path) -> None:
     make(tmp_path / "other", ["127.0.0.1"], ["dora"], 30)
     theirs = tmp_path / "other" / "nodes" / "dora"
     (link.data / "dora").mkdir()
-    unregistered = link.join("dora", theirs / "dora.key", tmp_path / "tls" / "ca.crt")
+    unregistered = link.join("dora", theirs / "dora.key", tmp_path / "tls" / "ca.crt", 0)
     assert unregistered.wait(90) == 2
     assert "did not admit node dora: its key is not registered there" in link.said("dora")
-    wrong = link.join("dora", theirs / "dora.key", theirs / "ca.crt")
+    wrong = link.join("dora", theirs / "dora.key", theirs / "ca.crt", 0)
     assert wrong.wait(90) == 2
     assert "vouches for" in link.said("dora")
     words = ["join", "--server", str(link.listen), "--data", str(link.data / "dora"), "--state", str(tmp_path / "d")]
