@@ -95,6 +95,7 @@ def join(
 ) -> None:
     """Be a node of a federation, until stopped."""
     from fcil.deploy.processes import Address
+    from fcil.deploy.serving import Seat
     from fcil.deploy.serving import join as joined
     from fcil.experiment import the_device
 
@@ -107,8 +108,8 @@ def join(
         name = key.stem if key is not None else data.resolve().name
     if key is not None and ca is None:
         ca = key.parent / "ca.crt"
-    place = the_device(device)
-    _until_stopped(lambda: joined(address, data, state, key, ca, name, place, patience, _say), f"node {name} stopped")
+    seat = Seat(address, name, data, state, key, ca, the_device(device))
+    _until_stopped(lambda: joined(seat, patience, _say), f"node {name} stopped")
 
 
 def certs(

@@ -15,6 +15,7 @@ from fcil.records import Weights, flatten
 from fcil.scenario.tasks import Task
 
 Log = Callable[[str], None]
+STRANGE = 60.0  # seconds for which a node that does not say who it is, or takes another's name, is left out
 
 
 class Wire(Protocol):
@@ -47,6 +48,7 @@ class Asking:
     def __init__(self, wire: Wire, roster: Roster, rules: Rules, status: Path, log: Log):
         self.wire, self.roster, self.rules, self.status, self.log = wire, roster, rules, status, log
         self.standing: dict[str, Any] = {}  # what every question of this task says
+        self.strange: dict[int, float] = {}  # addresses of nodes that are left out, and until when
 
     def begin(self, task: Task) -> None:
         """Nothing to do: every question says which task it belongs to."""
@@ -90,8 +92,11 @@ class Asking:
         """Wait until so many nodes are there; look at those that are new."""
         said = False
         while True:
-            if strangers := self.roster.keep_only(self.wire.online()):
-                self.look(strangers)
+            strangers = self.roster.keep_only(self.wire.online())
+            if new := [a for a in sorted(strangers) if self.strange.get(a, 0.0) < time.monotonic()]:
+                self.look(new)
+                known = set(self.roster.addresses.values())
+                self.strange |= {a: time.monotonic() + STRANGE for a in new if a not in known}
             if len(self.roster.addresses) >= least:
                 return
             if not said:

@@ -5,6 +5,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from fcil.deploy import certificates
@@ -67,35 +68,63 @@ def check_server(listen: Address, tls: Path | None) -> None:
     listen.require_free()
 
 
-def join(
-    server: Address, data: Path, state: Path, key: Path | None, ca: Path | None, name: str, device: str,
-    patience: float, say: Say,
-) -> None:  # fmt: skip
+@dataclass(frozen=True)
+class Seat:
+    """Where, and as whom, a node joins."""
+
+    server: Address
+    name: str
+    data: Path  # class folders
+    state: Path  # what it remembers
+    key: Path | None  # None is without authentication
+    ca: Path | None  # None is without TLS
+    device: str = "cpu"
+
+    @property
+    def log(self) -> Path:
+        """Where Flower's program says what it does."""
+        return self.state / "flower" / "supernode.log"
+
+    def check(self) -> None:
+        """Say what keeps this node from joining."""
+        if not self.data.is_dir():
+            raise UserError(f"there is no folder {self.data}; --data is a folder of class folders")
+        if self.ca is not None:
+            certificates.check(self.ca)
+        if self.key is not None:
+            certificates.check_key(self.key)
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot write to {self.state}: {error.strerror}; choose another --state") from None
+
+    def start(self) -> "subprocess.Popen[bytes]":
+        """Start Flower's program."""
+        where = {"data": str(self.data.resolve()), "state": str(self.state.resolve())}
+        return supernode(
+            self.server, self.log.parent, self.key, self.ca, {"name": self.name, **where, "device": self.device}
+        )
+
+
+def join(seat: Seat, patience: float, say: Say) -> None:
     """Be a node until stopped. Where the server does not admit it, try again for `patience` seconds; then say why."""
-    if not data.is_dir():
-        raise UserError(f"there is no folder {data}; --data is a folder of class folders")
-    if ca is not None:
-        certificates.check(ca)
-    if key is not None:
-        certificates.check_key(key)
-    try:
-        state.mkdir(parents=True, exist_ok=True)
-        (state / "flower").mkdir(exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write to {state}: {error.strerror}; choose another --state") from None
-    facts = {"name": name, "data": str(data.resolve()), "state": str(state.resolve()), "device": device}
-    log = state / "flower" / "supernode.log"
-    say(f"node {name} joins {server}; log: {log}")
-    until = time.monotonic() + patience
-    while True:
-        heard = log.stat().st_size if log.exists() else 0
-        with _running(lambda: supernode(server, state / "flower", key, ca, facts)) as process:
-            if _watched(process, log, heard, lambda: say(f"node {name} is admitted")):
-                until = time.monotonic() + patience
-        why, may_pass = why_not(_tail(log, heard), server, ca, name)
-        if not may_pass or time.monotonic() > until:
-            raise UserError(why)
-        time.sleep(AGAIN)
+    seat.check()
+    with (seat.state / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another node keeps its memory in {seat.state}; give each node its own --state") from None
+        say(f"node {seat.name} joins {seat.server}; log: {seat.log}")
+        until = time.monotonic() + patience
+        while True:
+            heard = seat.log.stat().st_size if seat.log.exists() else 0
+            with _running(seat.start) as process:
+                if _watched(process, seat.log, heard, lambda: say(f"node {seat.name} is admitted")):
+                    until = time.monotonic() + patience
+            why, may_pass = why_not("\n".join(_new_lines(seat.log, heard)[1]), seat)
+            if not may_pass or time.monotonic() > until:
+                raise UserError(why)
+            time.sleep(AGAIN)
 
 
 def _watched(process: "subprocess.Popen[bytes]", log: Path, heard: int, admitted: Callable[[], None]) -> bool:
@@ -110,26 +139,22 @@ def _watched(process: "subprocess.Popen[bytes]", log: Path, heard: int, admitted
     return known
 
 
-def why_not(tail: str, server: Address, ca: Path | None, name: str) -> tuple[str, bool]:
+def why_not(tail: str, seat: Seat) -> tuple[str, bool]:
     """Say in a sentence why a SuperNode ended, from the end of its log; and whether it may pass by itself."""
     if "CERTIFICATE_VERIFY_FAILED" in tail:
         return (
-            f"the certificate of {server} is not one that {ca or 'this machine'} vouches for, has expired, or names "
-            "another host; copy ca.crt from the server, or make the certificate anew: fcil certs DIR --host HOST"
+            f"the certificate of {seat.server} is not one that {seat.ca or 'this machine'} vouches for, has expired, "
+            "or names another host; copy ca.crt from the server, or make the certificate anew: fcil certs DIR --host HOST"
         ), False
     if "2001" in tail:
-        return f"{server} admits nodes with a key only; give it with --key", False
+        return f"{seat.server} admits nodes with a key only; give it with --key", False
     if "2004" in tail or "activate" in tail:
         return (
-            f"{server} did not admit node {name}: its key is not registered there, or it still counts as online, as it "
-            "does for a minute after a crash"
+            f"{seat.server} did not admit node {seat.name}: its key is not registered there, or it still counts as "
+            "online, as it does for a minute after a crash"
         ), True
     lines = [line.strip() for line in tail.splitlines() if line.strip()]
     return f"Flower's SuperNode ended: {lines[-1][-300:] if lines else 'it said nothing'}", False
-
-
-def _tail(log: Path, heard: int) -> str:
-    return "\n".join(_new_lines(log, heard)[1])
 
 
 @contextmanager
