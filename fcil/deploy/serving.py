@@ -144,7 +144,7 @@ def why_not(tail: str, seat: Seat) -> tuple[str, bool]:
     if "CERTIFICATE_VERIFY_FAILED" in tail:
         return (
             f"the certificate of {seat.server} is not one that {seat.ca or 'this machine'} vouches for, has expired, "
-            "or names another host; copy ca.crt from the server, or make the certificate anew: fcil certs DIR --host HOST"
+            "or names another host; copy ca.crt from the server, or make the certificate anew: fcil certs DIR --host"
         ), False
     if "2001" in tail:
         return f"{seat.server} admits nodes with a key only; give it with --key", False

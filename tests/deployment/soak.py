@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from fcil.deploy.asking import Rules
@@ -105,7 +106,7 @@ class Soak:
         disk.mkdir(parents=True)
         mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]).returncode == 0
         try:
-            (part / "hr.toml").write_text(f'method = "hr"\nrounds = 16\n{SHORT}')
+            (part / "hr.toml").write_text(f'method = "hr"\nrounds = 14\n{SHORT}')
             words = ["--listen", str(made.listen), "--tls", "tls", "--min-nodes", "2", "--capacity", "8"]
             made.start("server", "serve", "hr.toml", *words, "--out", "run")
             rogue = {"PYTHONPATH": f"{ROOT}:{ROGUE}", "ROGUE": str(told)}
@@ -114,7 +115,7 @@ class Soak:
                 made.join(name)
             run = part / "run"
             log = run / "server.log"
-            until(lambda: "train round 1 of 16" in text_of(log), LONG, "the first round")
+            until(lambda: "train round 1 of 14" in text_of(log), LONG, "the first round")
             for how, refusal in (
                 ("nan", "not finite"), ("shapes", "of shape (7, 7)"), ("counts", "less than nothing"),
                 ("replay", "answers question"),
@@ -126,13 +127,7 @@ class Soak:
             self._strangers(made, part)
             if mounted:
                 filler = disk / "filler"
-                with filler.open("wb") as file:
-                    try:
-                        while True:
-                            file.write(bytes(4096))
-                            file.flush()
-                    except OSError:
-                        pass
+                _fill(filler)
                 self.fault("the disk of node berta is full")
                 self._until_said(log, "refused a reply of node berta", "No space left")
                 filler.unlink()
@@ -203,6 +198,18 @@ class Soak:
             f"{lost} answers did not come, {refused} replies refused, every memory whole, the ledger verifies"
         )
         self.say(f"a round took {sorted(rounds)[len(rounds) // 2]:.1f} s in the median, of which training is 0.1 s")
+
+
+def _fill(path: Path) -> None:
+    """Write until there is no room for another byte."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT)
+    try:
+        for size in (4096, 1):
+            with suppress(OSError):
+                while True:
+                    os.write(handle, bytes(size))
+    finally:
+        os.close(handle)
 
 
 def moves(log: str) -> bool:
