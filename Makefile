@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check bars clean
+.PHONY: demo test check bars soak clean
 demo: $(VENV)/core  ## set up, and run the default method on the digits
 	$(BIN)/fcil run
 
@@ -17,6 +17,9 @@ check: $(VENV)/dev  ## ruff, ruff format, mypy
 
 bars: $(VENV)/dev  ## the long checks behind RESULTS.md
 	$(BIN)/python -m pytest -n 0 -m bars
+
+soak: $(VENV)/dev  ## hurt a federation of real processes more than twenty times; writes results/soak.txt
+	$(BIN)/python -m tests.deployment.soak
 
 $(VENV)/core: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

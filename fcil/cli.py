@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fcil import __version__
+from fcil import __version__, cli_deploy
 from fcil.errors import UserError
 from fcil.knobs import knobs
 from fcil.methods import DEFAULT, METHODS
 from fcil.scenario import benchmarks as known
 from fcil.terminal import (
     Commands,
+    RunCommand,
     complain,
     console,
     count,
@@ -51,7 +52,7 @@ Runs = Annotated[list[Path], typer.Argument(help="Run folders, or folders that h
 Folder = Annotated[Path, typer.Argument(help="The folder of a finished run.", metavar="RUN")]
 
 
-@app.command()
+@app.command(cls=RunCommand)
 def run(
     ctx: typer.Context,
     method: Annotated[str, typer.Argument(help="A name from `fcil methods`, or your own .py file.")] = DEFAULT,
@@ -75,6 +76,11 @@ def run(
         Path | None, typer.Option(help="Go on with the run in this folder; all else is read from there.")
     ] = None,
     tensorboard: Annotated[Path | None, typer.Option(help="Also write curves for TensorBoard to this folder.")] = None,
+    nodes: Annotated[
+        list[Path],
+        typer.Option(metavar="DIR DIR...", help="Nodes' folders of class folders, as `fcil serve` has them."),
+    ] = [],  # noqa: B006 - typer copies it
+    capacity: cli_deploy.Capacity = 128,
 ) -> None:
     """Run METHOD, a name from `fcil methods` or your own .py file; the same command again goes on where it stopped."""
     from fcil.plan import Plan, own_data, plan
@@ -84,15 +90,34 @@ def run(
         if others := [_option(name) for name in typed if name not in HOW]:
             raise UserError(f"--resume reads all else from {resume}; leave out {', '.join(others)}")
         wanted, folder = Plan.read(resume), resume
+        if (resume / "deploy.json").exists():
+            nodes, capacity = cli_deploy.simulated(resume)
+    elif nodes:
+        if others := [_option(name) for name in typed if name in ("benchmark", "data", "clients", "workers", "eager")]:
+            raise UserError(f"--nodes are whose images count; leave out {', '.join(others)}")
+        from fcil.deploy.plans import deployed
+
+        given = {key: n for key, n in (("tasks", tasks), ("active", active)) if n is not None}
+        wanted = deployed(method, protocol or None, seed, {**given, **settings_of(set_)}, capacity, _command())
+        folder = out or wanted.folder()
     else:
+        if "capacity" in typed:
+            raise UserError("--capacity belongs to --nodes; a benchmark knows its classes")
         if data and "benchmark" in typed:
             raise UserError("--data and --benchmark exclude each other; give one of them")
         given = {key: n for key, n in (("tasks", tasks), ("clients", clients), ("active", active)) if n is not None}
         chosen = own_data(data, **given) if data else known.benchmark(benchmark)
         wanted = plan(method, chosen, protocol or None, seed, {**given, **settings_of(set_)}, _command())
         folder = out or wanted.folder()
-    _execute(wanted, folder, device, workers, eager, tensorboard)
+    if nodes:
+        cli_deploy.simulate(wanted, folder, nodes, capacity, device)
+    else:
+        _execute(wanted, folder, device, workers, eager, tensorboard)
     show_result(folder)
+
+
+for command in (cli_deploy.serve, cli_deploy.join, cli_deploy.certs, cli_deploy.status):
+    app.command()(command)
 
 
 @app.command()

@@ -38,7 +38,7 @@ from fcil.records import flatten, unflatten, write_tensors
 from fcil.results.gallery import Gallery, pictured, save_grid, shown
 from fcil.results.ledger import Ledger, read, result_of
 from fcil.results.runs import FORMAT, read_result
-from fcil.scenario.memory import budget
+from fcil.scenario.memory import NODES, budget
 from fcil.scenario.scenario import Scenario
 from fcil.scenario.tasks import Task
 
@@ -92,7 +92,7 @@ def execute(
 
     `workers` clients compute at a time (0 chooses); `eager` trains in a plain loop on a GPU, too.
     """
-    with _said_plainly(folder), _locked(folder), threads(1):  # a server computes little; evaluation takes all cores
+    with said_plainly(folder), locked(folder), threads(1):  # a server computes little; evaluation takes all cores
         reset_peak()
         parts = assemble(wanted, device, workers=workers, eager=eager)
         parts.door.journal = partial(append_line, folder / "releases.log")
@@ -120,7 +120,8 @@ def execute(
                             _save(parts, checkpoints, ledger)
                     yield line
                 checkpoints.wait()
-            _finish(wanted, parts, folder)
+            names, how = parts.scenario.class_names, parts.transport.described()
+            write_outcome(wanted, folder, parts.server, parts.setting, names, str(parts.engine.device), how)
         finally:
             parts.transport.close()
             checkpoints.join()  # nothing may be under way when the folder is let go
@@ -243,43 +244,48 @@ def _first_line(wanted: Plan, parts: Parts) -> Line:
     }  # fmt: skip
 
 
-def _finish(wanted: Plan, parts: Parts, folder: Path) -> None:
-    """Write what a finished run leaves behind, the result last."""
+def write_outcome(
+    wanted: Plan, folder: Path, server: Server, setting: Setting, classes: list[str], device: str, engine: str,
+    result: bool = True,
+) -> None:  # fmt: skip
+    """Write what a run leaves behind: the model, and the result last, if it is over."""
     facts = {
-        "classes": json.dumps(parts.scenario.class_names),
-        "shape": json.dumps(parts.scenario.shape),
-        "capacity": json.dumps(parts.setting.capacity),
+        "classes": json.dumps(classes),
+        "shape": json.dumps(setting.shape),
+        "capacity": json.dumps(setting.capacity),
         "method": wanted.method,
     }
-    write_tensors(folder / "model.safetensors", flatten(parts.server.broadcast()), facts)
+    write_tensors(folder / "model.safetensors", flatten(server.broadcast()), facts)
+    if not result:
+        return
     found = result_of(read(folder / "ledger.jsonl"))
     if wanted.protocol.dp != "off":
         journal = folder / "releases.log"  # unlike the ledger, it also has what a crash took back
         released = Counter(journal.read_text().split()) if journal.exists() else {}
         found["privacy"] = spent(wanted.protocol, released)
-    result = {
+    outcome = {
         "format": FORMAT,
         "method": wanted.method,
         "benchmark": wanted.benchmark.name,
         "protocol": wanted.protocol.name,
         "seed": wanted.seed,
         "settings": wanted.settings,
-        "classes": parts.scenario.class_names,
+        "classes": classes,
         **found,
-        "memory_budget": parts.scenario.budget.per_client,
-        "peak_memory_bytes": peak(parts.engine.device),
-        "device": str(parts.engine.device),
-        "engine": parts.transport.described(),
-        "partition": wanted.benchmark.partition,
+        "memory_budget": setting.budget.per_client,
+        "peak_memory_bytes": peak(torch.device(device)),
+        "device": device,
+        "engine": engine,
+        "partition": NODES if wanted.benchmark.dataset == NODES else wanted.benchmark.partition,
         "commit": commit(),
         "command": wanted.command,
         "ledger_sha256": sha256(folder / "ledger.jsonl"),
     }
-    write_text(folder / "result.json", json.dumps(result, indent=1) + "\n")
+    write_text(folder / "result.json", json.dumps(outcome, indent=1) + "\n")
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Make sure that no other process writes this run; a run that could not even begin leaves no folder behind."""
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -302,7 +308,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _said_plainly(folder: Path) -> Iterator[None]:
+def said_plainly(folder: Path, again: str = "fcil run --resume") -> Iterator[None]:
     """Turn what the operating system refuses into a sentence."""
     try:
         yield
@@ -314,5 +320,5 @@ def _said_plainly(folder: Path) -> Iterator[None]:
             where = error.filename or folder
             raise UserError(f"cannot write {where}: {error.strerror or error}; choose a different --out") from error
         begun = (folder / "config.toml").exists()
-        again = f"what was saved is whole, go on with: fcil run --resume {folder}" if begun else "nothing was begun"
-        raise UserError(f"cannot write to {folder}: the disk is full; {again}") from error
+        then = f"what was saved is whole, go on with: {again} {folder}" if begun else "nothing was begun"
+        raise UserError(f"cannot write to {folder}: the disk is full; {then}") from error

@@ -46,10 +46,11 @@ class Model:
         down = get_type_hints(made.server.broadcast)["return"]  # type: ignore[attr-defined]
         try:
             classes, shape = json.loads(facts["classes"]), tuple(json.loads(facts["shape"]))
+            capacity = int(facts.get("capacity", len(classes)))
             message = unflatten(down, flat)
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{folder / 'model.safetensors'} is not a model of {wanted.method} ({error!r})") from None
-        client = made.client(wanted.config, setting_of(wanted, len(classes), shape))
+        client = made.client(wanted.config, setting_of(wanted, capacity, shape))
         return Model(wanted.method, client, message, classes, shape)
 
 

@@ -80,17 +80,26 @@ class Plan:
         """Read the plan of a run folder."""
         path = folder / "config.toml"
         try:
-            content = tomllib.loads(path.read_text())
+            text = path.read_text()
         except (FileNotFoundError, NotADirectoryError):
             what = "is not a run folder: it has no config.toml" if folder.exists() else "does not exist"
             raise UserError(f"{folder} {what}; a run folder is what `fcil run` leaves") from None
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror})") from None
-        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is damaged ({error}); start the run again in another folder") from None
+        return Plan.parse(text, path)
+
+    @staticmethod
+    def parse(text: str, path: Path) -> "Plan":
+        """Read a plan that `to_toml` wrote; `path` is where it was found."""
+        try:
+            content = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
             raise UserError(f"{path} is damaged ({error}); start the run again in another folder") from None
         if content.get("format") != FORMAT:
             raise UserError(
-                f"{folder} is of format {content.get('format')}; this version of fcil ({__version__}) reads "
+                f"{path.parent} is of format {content.get('format')}; this version of fcil ({__version__}) reads "
                 f"format {FORMAT} only"
             )
         try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer.core
 from rich.console import Console
 from rich.table import Table
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from fcil.errors import UserError, unknown
 from fcil.knobs import Knob
@@ -33,6 +33,18 @@ class Commands(TyperGroup):
         if args and self.get_command(ctx, args[0]) is None:
             raise unknown("command", args[0], self.list_commands(ctx))
         return super().resolve_command(ctx, args)
+
+
+class RunCommand(TyperCommand):
+    """`fcil run`, whose --nodes takes all folders that follow it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read `--nodes A B` as `--nodes A --nodes B`."""
+        words, within = [], 0
+        for word in args:
+            within = 1 if word == "--nodes" else 0 if word.startswith("-") else within and within + 1
+            words += ["--nodes", word] if within > 2 else [word]
+        return list(super().parse_args(ctx, words))
 
 
 @contextmanager

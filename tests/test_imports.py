@@ -11,8 +11,8 @@ import fcil
 ROOT = Path(fcil.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-ASSEMBLY = {"experiment", "plan", "model"}  # put a run together from all the rooms
-PEOPLE = {"report", "cli", "terminal", "__main__"}  # talk to people
+ASSEMBLY = {"experiment", "plan", "model", "deploy"}  # put a run together from all the rooms
+PEOPLE = {"report", "cli", "cli_deploy", "terminal", "__main__"}  # talk to people
 ROOMS = {"scenario", "networks", "blocks", "federation", "method", "methods", "results", "analysis"}
 
 FORBIDDEN = {
@@ -28,7 +28,9 @@ FORBIDDEN = {
     "methods": {"results", "analysis"} | ASSEMBLY | PEOPLE,
     "results": {"federation", "methods", "method", "networks", "blocks", "analysis"} | ASSEMBLY | PEOPLE,
     "analysis": PEOPLE,
-    "report": {"cli", "__main__"},
+    "experiment": {"deploy"} | PEOPLE,
+    "deploy": PEOPLE,
+    "report": {"cli", "cli_deploy", "__main__"},
 }
 EXCEPTIONS = {  # pure functions of counts and scores, whose results are lines of the ledger
     ("federation/loop.py", "fcil.results.metrics"),

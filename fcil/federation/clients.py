@@ -19,9 +19,29 @@ from fcil.federation.trust import Judge, Verdict
 from fcil.method import reply_type
 from fcil.records import flatten, size_in_bytes, unflatten
 from fcil.scenario import benchmarks
-from fcil.scenario.scenario import Scenario
 from fcil.scenario.tasks import Task
-from fcil.seeds import seed_of
+
+
+class Participants(Protocol):
+    """Who takes part when: drawn by a scenario, or the nodes of a deployment."""
+
+    capacity: int  # classes that there is room for
+
+    def begin(self, task: Task) -> None:
+        """Let the images of `task` arrive."""
+
+    def present(self, task: Task) -> list[int]:
+        """Return the clients that are there in a task."""
+        ...
+
+    def sample(self, task: Task, name: str, round: int) -> list[int]:
+        """Return the clients of a round."""
+        ...
+
+    def loses(self, client: int, task: Task, where: str, times: int) -> bool:
+        """Tell whether a message is made to be lost on its way to a client."""
+        ...
+
 
 MOST_TRIES = 10  # of a question that too few answer, where nobody else says how long to wait
 log = logging.getLogger("fcil")
@@ -101,7 +121,7 @@ class Door:
     def __init__(
         self,
         transport: Transport,
-        scenario: Scenario,
+        scenario: Participants,
         protocol: benchmarks.Protocol,
         seed: int,
         cursor: Cursor | None = None,
@@ -241,6 +261,4 @@ class Door:
         self.tally.releases[name] += 1
 
     def _is_lost(self, client: int, where: str, time_asked: int) -> bool:
-        """Draw as the schedule does: methods that ask more often lose the same messages of a round."""
-        share, key = self.scenario.benchmark.lost, (client, self.task.index, where, time_asked)
-        return share > 0 and seed_of(self.scenario.schedule.seed, "lost", *key) / 2**63 < share
+        return self.scenario.loses(client, self.task, where, time_asked)

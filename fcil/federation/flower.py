@@ -24,7 +24,7 @@ from fcil.scenario.tasks import Task
 class OverFlower:
     """A transport whose clients are the nodes of a Flower grid."""
 
-    def __init__(self, grid: Grid, timeout: float | None = None):
+    def __init__(self, grid: Grid, timeout: float | None = 3600.0):
         self.grid, self.timeout = grid, timeout
         self.nodes = self._roll_call()  # client -> node
 

@@ -36,7 +36,7 @@ def learn(scenario: Scenario, server: Server, clients: Door, engine: Engine) -> 
             if every and clients.stage == "train" and (clients.round + 1) % every == 0:
                 where = {"task": task.index, "stage": clients.stage, "round": clients.round, "rounds": clients.of}
                 yield {"kind": "evaluation", **where, **_counted(_scored(task, *parts), scenario.capacity)}
-            yield _round_line(clients)  # last: a run that stops here has the whole round in its ledger
+            yield round_line(clients)  # last: a run that stops here has the whole round in its ledger
         clients.finish()
         line = _task_line(task, *parts)
         clients.cursor.enter(task.index + 1)
@@ -55,7 +55,8 @@ def rounds_of(script: Iterator[None], clients: Door) -> Iterator[None]:
         yield
 
 
-def _round_line(clients: Door) -> Line:
+def round_line(clients: Door) -> Line:
+    """Return the ledger's line of the round that has just ended."""
     tally, clients.tally = clients.tally, Tally()
     loss = tally.loss()
     if tally.diverged > len(tally.losses):
@@ -74,17 +75,23 @@ def _task_line(task: Task, scenario: Scenario, server: Server, clients: Door, en
     scored = _scored(task, scenario, server, clients, engine)
     with clients.tally.timing("evaluate"):
         counts, apart = _counted(scored, scenario.capacity), _taken_apart(task, scored, scenario)
+    held = scenario.holdings(task)[clients.everyone()].tolist()
+    return task_line(task, server, clients, counts, held, apart)
+
+
+def task_line(
+    task: Task, server: Server, clients: Door, counts: Line, held: list[list[int]], apart: Line | None
+) -> Line:
+    """Return the ledger's line of a task: right answers by class, and what each client present has held of each."""
     tally, clients.tally = clients.tally, Tally()
-    present = clients.everyone()
-    kept = [clients.cursor.kept.get(c, 0) for c in present]
-    held = scenario.holdings(task)[present].tolist()
+    kept = [clients.cursor.kept.get(c, 0) for c in clients.everyone()]
     old = sum(counts["total"][:-1])
     measured: Callable[[], Line] = getattr(server, "measured", dict)
     return {
         "kind": "task", "task": task.index, **counts, "per_client": per_client(counts["per_class"], held),
         "old": round(100 * sum(counts["correct"][:-1]) / old, 4) if old else None, "measured": measured(),
         "decomposition": apart,
-        "clients": len(present), "lost": tally.lost, "seconds": dict(tally.seconds), "down": tally.down, "up": tally.up,
+        "clients": len(held), "lost": tally.lost, "seconds": dict(tally.seconds), "down": tally.down, "up": tally.up,
         "kept": sum(kept), "kept_max": max(kept, default=0), **tally.noted(),
     }  # fmt: skip
 
@@ -103,8 +110,13 @@ def _counted(scored: Scored, capacity: int) -> Line:
     return {
         "correct": [int(r.sum()) for r in right],
         "total": [len(r) for r in right],
-        "per_class": [round(100 * c / n, 4) if n else None for c, n in zip(correct, total, strict=True)],
+        "per_class": by_class(correct, total),
     }
+
+
+def by_class(correct: list[int], total: list[int]) -> list[float | None]:
+    """Return the accuracy on each class in percent; None where there is no test image."""
+    return [round(100 * c / n, 4) if n else None for c, n in zip(correct, total, strict=True)]
 
 
 def _taken_apart(task: Task, scored: Scored, scenario: Scenario) -> Line:

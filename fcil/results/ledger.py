@@ -14,6 +14,9 @@ At the end of a task:
      "seconds": {"evaluate": 0.1},
      "down": 51200, "up": 80, "kept": 6400, "kept_max": 640, "clients": 10}
 
+A deployment's first line has "evaluated": "by nodes", each on images it holds out; `total` may then change as nodes
+come and go, and `decomposition` is null, as no scores travel.
+
 Tasks and rounds count from 0. `correct` and `total` hold one number for each task so far; `old` is the accuracy on
 all of them but the last, and `measured` is what the method says of itself. Hybrid Replay's `old_exemplars` is the
 accuracy on the old exemplars that were replayed: far above `old`, it shows that replay no longer stands for the images
@@ -116,8 +119,9 @@ def result_of(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     if not tasks:
         raise UserError("the ledger has no task line: no task of this run has ended")
     try:
+        federated = any(line.get("evaluated") == "by nodes" for line in lines[:1])
         costly = [line for line in lines if line.get("kind") in ("round", "task")]
-        return {**_accuracy(tasks), **_cost(costly), **_noted(costly)}
+        return {**_accuracy(tasks, federated), **_cost(costly), **_noted(costly)}
     except KeyError as error:
         raise UserError(f"a line of the ledger lacks {error}") from None
     except (TypeError, ValueError, AttributeError) as error:
@@ -145,12 +149,12 @@ def verify(folder: Path) -> list[str]:
     return found
 
 
-def _accuracy(tasks: list[Mapping[str, Any]]) -> dict[str, Any]:
+def _accuracy(tasks: list[Mapping[str, Any]], federated: bool) -> dict[str, Any]:
     if [line["task"] for line in tasks] != list(range(len(tasks))):
         raise ValueError(f"they end the tasks {', '.join(str(line['task']) for line in tasks)}")
-    total = tasks[-1]["total"]
+    total = [line["total"] for line in tasks] if federated else tasks[-1]["total"]
     for t, line in enumerate(tasks):
-        if line["total"] != total[: t + 1]:
+        if not federated and line["total"] != total[: t + 1]:
             raise ValueError(f"the number of test images changes after task {t}")
     return {
         **summary([line["correct"] for line in tasks], total),

@@ -1,8 +1,10 @@
 """The metrics of class-incremental learning, as pure functions of counts.
 
 `correct[t][j]` is how many test images of task j were answered rightly after task t (j <= t), `total[j]` how many test
-images task j has. Accuracies are percent, 0 to 100. Papers and codes differ in what they call forgetting, and some
-print the average where others print the final accuracy, so each has its own name here.
+images task j has, or `total[t][j]` how many answered after task t, where nodes that hold them come and go: then a task
+that nobody could be asked about stands as last measured. Accuracies are percent, 0 to 100. Papers and codes differ in
+what they call forgetting, and some print the average where others print the final accuracy, so each has its own name
+here.
 """
 
 from collections.abc import Sequence
@@ -11,19 +13,22 @@ from statistics import fmean, stdev
 from typing import Any
 
 Correct = Sequence[Sequence[int]]  # row t: tasks 0..t
-Total = Sequence[int]
+Total = Sequence[int] | Sequence[Sequence[int]]
 
 
 def matrix(correct: Correct, total: Total) -> list[list[float]]:
     """Return A[t][j], the accuracy on task j after task t."""
-    _check(correct, total)
-    return [[100 * right / total[j] for j, right in enumerate(row)] for row in correct]
+    found: list[list[float]] = []
+    for row, asked in zip(correct, _rows(correct, total), strict=True):
+        before = found[-1] + [0.0] if found else [0.0]
+        found.append([100 * c / n if n else before[j] for j, (c, n) in enumerate(zip(row, asked, strict=True))])
+    return found
 
 
 def overall(correct: Correct, total: Total) -> list[float]:
     """Return acc_t for each t, the accuracy after task t on all test images seen so far."""
-    _check(correct, total)
-    return [100 * sum(row) / sum(total[: len(row)]) for row in correct]
+    rows = _rows(correct, total)
+    return [100 * sum(row) / max(1, sum(asked)) for row, asked in zip(correct, rows, strict=True)]
 
 
 def final(correct: Correct, total: Total) -> float:
@@ -90,12 +95,16 @@ def _mean(values: Sequence[float]) -> float:
     return fmean(values) if values else 0.0
 
 
-def _check(correct: Correct, total: Total) -> None:
+def _rows(correct: Correct, total: Total) -> list[list[int]]:
+    """Return how many images were asked about after each task, by task; refuse counts that cannot be."""
     if not correct or len(correct) != len(total):
         raise ValueError(f"{len(correct)} rows of answers for {len(total)} tasks")
-    for t, row in enumerate(correct):
-        if len(row) != t + 1:
+    fixed = [n for n in total if isinstance(n, int)]
+    rows = [fixed[: t + 1] for t in range(len(fixed))] or [list(row) for row in total if not isinstance(row, int)]
+    for t, (row, asked) in enumerate(zip(correct, rows, strict=True)):
+        if len(row) != t + 1 or len(asked) != t + 1:
             raise ValueError(f"the answers after task {t} are on {len(row)} tasks, not {t + 1}")
-        for j, right in enumerate(row):
-            if not 0 <= right <= total[j] or total[j] == 0:
-                raise ValueError(f"{right} right answers on the {total[j]} images of task {j}")
+        for j, (right, n) in enumerate(zip(row, asked, strict=True)):
+            if not 0 <= right <= n or (fixed and n == 0):
+                raise ValueError(f"{right} right answers on the {n} images of task {j}")
+    return rows

@@ -119,7 +119,7 @@ def _decode_all(contents: Contents, scratch: IO[bytes], size: int) -> tuple[Indi
         while window := list(islice(rows, WINDOW)):
             raw = [data for _, data in window]
             run = pool.map if max(map(len, raw)) > LARGE else map
-            for (key, _), pixels in zip(window, run(lambda data: _pixels(data, size), raw), strict=True):
+            for (key, _), pixels in zip(window, run(lambda data: pixels_of(data, size), raw), strict=True):
                 if pixels is not None and contents.labels[count] >= 0:
                     side = side or pixels.shape[0]
                     if pixels.shape[:2] != (side, side) or (not size and side > OWN_SIZE):
@@ -131,7 +131,8 @@ def _decode_all(contents: Contents, scratch: IO[bytes], size: int) -> tuple[Indi
     return np.array(usable, dtype=np.int64), keys, side
 
 
-def _pixels(data: bytes, size: int) -> Bytes | None:
+def pixels_of(data: bytes, size: int) -> Bytes | None:
+    """Return an encoded image as (height, width, 3), its side made `size` unless 0; None if it cannot be read."""
     try:
         with Image.open(BytesIO(data)) as opened:
             if size:

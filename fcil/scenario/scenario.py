@@ -102,6 +102,11 @@ class Scenario:
         """Return the clients of a round."""
         return self.schedule.sample(task.index, name, round)
 
+    def loses(self, client: int, task: Task, where: str, times: int) -> bool:
+        """Draw whether a message is lost: methods that ask more often lose the same messages of a round."""
+        share, key = self.benchmark.lost, (client, task.index, where, times)
+        return share > 0 and seed_of(self.schedule.seed, "lost", *key) / 2**63 < share
+
     def local(self, client: int, task: Task) -> LocalData:
         """Return what a client holds of the task that has begun; raise `DataGone` for any other."""
         if task.index != self._begun:

@@ -73,13 +73,13 @@ def folder_source(root: Path, choose: Callable[[list[str]], list[str]] = sorted)
 
     A folder with train/ and test/, val/ or valid/ holds a split of its own. A class folder without images is no class.
     """
-    below = {folder.name: folder for folder in _folders(root)}
+    below = {folder.name: folder for folder in folders_in(root)}
     tested = next((below[name] for name in ("test", "val", "valid", "validation") if name in below), None)
     if "train" in below and tested:
         roots = [(below["train"], TRAIN), (tested, TEST)]
     else:
         roots = [(below["train"] if list(below) == ["train"] else root, EITHER)]
-    per_root = [{folder.name: folder for folder in _folders(folder)} for folder, _ in roots]
+    per_root = [{folder.name: folder for folder in folders_in(folder)} for folder, _ in roots]
     for (folder, _), classes in zip(roots, per_root, strict=True):
         if not classes:
             raise UserError(f"{folder} has no class folders; put the images of each class into a folder of its own")
@@ -90,7 +90,7 @@ def folder_source(root: Path, choose: Callable[[list[str]], list[str]] = sorted)
             (file, half)
             for (_, half), classes in zip(roots, per_root, strict=True)
             if name in classes
-            for file in _images(classes[name])
+            for file in images_in(classes[name])
         ]
         names += [name] if mine else []
         found += [(file, name, half) for file, half in mine]
@@ -111,11 +111,13 @@ def folder_source(root: Path, choose: Callable[[list[str]], list[str]] = sorted)
     return Source(root, files, lambda: Contents(tuple(names), labels, halves, read))
 
 
-def _folders(root: Path) -> list[Path]:
+def folders_in(root: Path) -> list[Path]:
+    """Return the visible folders in a folder, in order."""
     return sorted(entry for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _images(folder: Path) -> list[Path]:
+def images_in(folder: Path) -> list[Path]:
+    """Return the images below a folder, in order, by their names."""
     found = []
     for place, below, names in os.walk(folder, onerror=_fail):
         below[:] = sorted(name for name in below if not name.startswith("."))

@@ -1,0 +1,1 @@
+"""The same methods on a real federation: nodes with their own images, and a server that sees names and counts."""

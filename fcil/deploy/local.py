@@ -1,0 +1,34 @@
+"""Nodes in this process: the same folders, simulated."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fcil.deploy.messages import Reply, Request
+from fcil.deploy.node import Node
+from fcil.errors import UserError
+
+
+class LocalWire:
+    """A wire to nodes that are here; their addresses count from 0."""
+
+    def __init__(self, nodes: Sequence[Node]):
+        self.nodes = nodes
+
+    def online(self) -> list[int]:
+        """Return all addresses: nobody goes away."""
+        return list(range(len(self.nodes)))
+
+    def exchange(self, mail: Mapping[int, Request]) -> dict[int, Reply]:
+        """Let each answer in turn; what is wrong stops the run."""
+        return {address: self.nodes[address].answer(request) for address, request in mail.items()}
+
+
+def nodes_of(folders: Sequence[Path], state: Path, device: str) -> list[Node]:
+    """Return a node for each folder, called by the folder's name."""
+    names = [folder.resolve().name for folder in folders]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise UserError(f"two of the nodes' folders are called {min(twice)!r}; a node is known by its folder's name")
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"there is no folder {folder}; a node's data is a folder of class folders")
+    return [Node(name, folder, state / name, device) for name, folder in zip(names, folders, strict=True)]

@@ -1,0 +1,37 @@
+"""Put on PYTHONPATH, this makes a node do what the file that ROGUE names says: nan, shapes, counts or replay.
+
+It is loaded by every Python process; only the one that answers for the node is changed.
+"""
+
+import os
+import sys
+
+if any("flwr-clientapp" in word for word in sys.orig_argv) and os.environ.get("ROGUE"):
+    from pathlib import Path
+
+    import torch
+
+    from fcil.deploy.messages import Reply, Request
+    from fcil.deploy.node import Node
+
+    honest = Node.answer
+
+    def answer(node: Node, asked: Request) -> Reply:
+        reply = honest(node, asked)
+        told = Path(os.environ["ROGUE"])
+        how = told.read_text().strip() if told.exists() else ""
+        if asked.kind != "ask" or not how:
+            return reply
+        tensors = dict(reply.tensors)
+        floating = [name for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel()]
+        if how == "nan" and floating:
+            tensors[floating[0]] = torch.full_like(tensors[floating[0]], float("nan"))
+        if how == "shapes" and floating:
+            tensors[floating[0]] = torch.zeros(7, 7)
+        if how == "counts" and "count" in tensors:
+            tensors["count"] = torch.tensor(-5)
+        if how == "replay":
+            return Reply({**reply.facts, "step": reply.facts["step"] - 1}, tensors)
+        return Reply(reply.facts, tensors)
+
+    Node.answer = answer  # type: ignore[method-assign]

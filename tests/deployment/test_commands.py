@@ -1,0 +1,175 @@
+"""The commands of a deployment: what is wrong is one sentence, and nothing is begun."""
+
+import os
+import socket
+import ssl
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr", reason="needs the extra flower")
+
+from cryptography import x509
+
+from fcil.deploy.certificates import check, make
+from fcil.deploy.plans import MEANINGLESS, deployed
+from fcil.deploy.processes import Address, environment, shim
+from fcil.errors import UserError
+from fcil.knobs import knobs
+from fcil.scenario.benchmarks import Benchmark
+from tests.deployment.conftest import digits_into
+from tests.deployment.federation import ROOT
+
+
+def fcil(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fcil", *map(str, words)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    return subprocess.run(command, env=env, capture_output=True, text=True, cwd=cwd, timeout=120)
+
+
+@pytest.fixture
+def tls(tmp_path: Path) -> Path:
+    make(tmp_path / "tls", ["127.0.0.1"], ["anna"], 30)
+    return tmp_path / "tls"
+
+
+def said(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    return done.stderr
+
+
+def test_what_is_wrong_with_serve_is_one_sentence(tmp_path: Path, tls: Path) -> None:
+    (tmp_path / "hr.toml").write_text('method = "hr"\n')
+    (tmp_path / "bad.toml").write_text('method = "hrr"\n')
+    (tmp_path / "lost.toml").write_text("lost = 0.5\n")
+    for words, expected in (
+        ([], "say what to serve"),
+        (["none.toml", "--insecure"], "there is no file none.toml"),
+        (["bad.toml", "--insecure"], "did you mean 'hr'"),
+        (["lost.toml", "--insecure"], "lost is not allowed here"),
+        (["hr.toml"], "give the certificates with --tls DIR"),
+        (["hr.toml", "--tls", "nowhere"], "there is no certificate"),
+        (["hr.toml", "--insecure", "--listen", "here"], "takes HOST:PORT"),
+        (["--resume", "nowhere"], "nowhere does not exist"),
+    ):
+        assert expected in said(fcil("serve", *words, cwd=tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.toml", "hr.toml", "lost.toml", "tls"]
+
+
+def test_a_port_in_use_is_said_before_anything_begins(tmp_path: Path, tls: Path) -> None:
+    (tmp_path / "hr.toml").write_text('method = "hr"\n')
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = fcil("serve", "hr.toml", "--tls", "tls", "--listen", listen, cwd=tmp_path)
+    assert f"cannot listen on {listen}: another program listens there" in said(done)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_is_wrong_with_join_is_one_sentence(tmp_path: Path, tls: Path) -> None:
+    key = tls / "nodes" / "anna" / "anna.key"
+    (tmp_path / "data").mkdir()
+    (tmp_path / "no.key").write_text("nothing")
+    good = {"--server": "127.0.0.1:9", "--data": "data", "--state": "state", "--key": str(key)}
+    for change, expected in (
+        ({"--server": "nowhere"}, "takes HOST:PORT"),
+        ({"--data": "missing"}, "there is no folder missing"),
+        ({"--key": "missing.key"}, "there is no certificate ca.crt"),
+        ({"--key": "no.key", "--ca": str(tls / "ca.crt")}, "is not a private key"),
+        ({"--key": str(key), "--ca": str(key)}, "is not a readable certificate"),
+        ({"--state": "data/file"}, "cannot write to data/file"),
+    ):
+        (tmp_path / "data" / "file").write_text("")
+        words = [word for pair in {**good, **change}.items() for word in pair]
+        assert expected in said(fcil("join", *words, cwd=tmp_path))
+    words = [word for name, value in good.items() if name != "--key" for word in (name, value)]
+    assert "give this node's key with --key" in said(fcil("join", *words, cwd=tmp_path))
+
+
+def test_an_expired_certificate_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Past(datetime):
+        @classmethod
+        def now(cls, tz: object = None) -> datetime:
+            return datetime(2020, 1, 1, tzinfo=UTC)
+
+    with monkeypatch.context() as then:
+        then.setattr("fcil.deploy.certificates.datetime", Past)
+        make(tmp_path / "tls", ["127.0.0.1"], ["anna"], 30)
+    with pytest.raises(UserError, match=r"ca.crt expired on 2020-01-31; make a new one"):
+        check(tmp_path / "tls" / "ca.crt")
+    (tmp_path / "hr.toml").write_text('method = "hr"\n')
+    assert "expired on 2020-01-31" in said(fcil("serve", "hr.toml", "--tls", "tls", cwd=tmp_path))
+
+
+def test_certificates_are_made_once_and_only_their_owner_reads_keys(tmp_path: Path) -> None:
+    first = fcil("certs", tmp_path / "tls", "--host", "example.org", "--host", "192.0.2.1", "--node", "anna")
+    assert first.returncode == 0 and first.stdout.count("written:") == 7
+    before = {path: path.read_bytes() for path in (tmp_path / "tls").rglob("*") if path.is_file()}
+    again = fcil("certs", tmp_path / "tls", "--node", "anna", "--node", "berta")
+    assert again.returncode == 0 and again.stdout.count("written:") == 3
+    assert all(path.read_bytes() == content for path, content in before.items())
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "tls").rglob("*.key"))
+    server = x509.load_pem_x509_certificate((tmp_path / "tls" / "server.crt").read_bytes())
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["example.org"]
+    assert [str(ip) for ip in names.get_values_for_type(x509.IPAddress)] == ["192.0.2.1"]
+    context = ssl.create_default_context(cafile=str(tmp_path / "tls" / "ca.crt"))
+    assert context.cert_store_stats()["x509_ca"] == 1
+    assert "no name for a node" in said(fcil("certs", tmp_path / "tls", "--node", "../x"))
+
+
+def test_nodes_take_all_folders_that_follow(tmp_path: Path) -> None:
+    folders = [digits_into(tmp_path / name, (0, 1), 20 * n) for n, name in enumerate(("anna", "berta"))]
+    short = ["--set", "rounds=1", "--set", "steps=1", "--set", "image_size=8"]
+    done = fcil("run", "finetune", "--nodes", *folders, *short, "--out", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "finetune on 2 nodes" in done.stdout and "task 1, learned" in done.stdout
+    again = fcil("run", "--resume", "run", cwd=tmp_path)
+    assert again.returncode == 0 and "is finished" in again.stdout
+    shown = fcil("status", "run", cwd=tmp_path)
+    assert "anna" in shown.stdout and "berta" in shown.stdout and "2 classes so far" in shown.stdout
+    assert "is a simulation" in said(fcil("serve", "--resume", "run", cwd=tmp_path))
+
+
+def test_what_is_wrong_with_nodes_is_one_sentence(tmp_path: Path) -> None:
+    data = digits_into(tmp_path / "anna", (0, 1), 0)
+    for words, expected in (
+        (["--nodes", tmp_path / "missing"], "there is no folder"),
+        (["--nodes", data, "--benchmark", "digits"], "leave out --benchmark"),
+        (["--nodes", data, "--set", "partition=lda_equal"], "partition is not allowed here"),
+        (["--nodes", data, "--set", "image_size=0"], "image_size=0 is not allowed here"),
+        (["--nodes", data, data], "are called 'anna'"),
+        (["--capacity", "4"], "--capacity belongs to --nodes"),
+    ):
+        assert expected in said(fcil("run", "finetune", *words, cwd=tmp_path))
+    assert "is not the folder of a deployment" in said(fcil("status", tmp_path))
+
+
+def test_what_only_a_simulation_decides_is_a_knob_of_the_benchmark() -> None:
+    assert set(MEANINGLESS) <= set(knobs(Benchmark))
+    for name in MEANINGLESS:
+        with pytest.raises(UserError, match="not allowed here"):
+            deployed("hr", None, 0, {name: "1"}, 8)
+
+
+def test_flower_sends_nothing_home_and_installs_nothing(tmp_path: Path) -> None:
+    seen = environment(tmp_path)
+    assert seen["FLWR_TELEMETRY_ENABLED"] == "0" and seen["FLWR_DISABLE_UPDATE_CHECK"] == "1"
+    assert seen["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] == "1" and seen["FLWR_HOME"] == str(tmp_path)
+
+
+def test_addresses_are_read_as_people_write_them() -> None:
+    assert str(Address.read("[::1]:9092", "--listen")) == "[::1]:9092"
+    assert Address.read("0.0.0.0:9092", "--listen").near.host == "127.0.0.1"
+    for wrong in ("", "host", "host:", ":1", "host:0", "host:70000", "host:x"):
+        with pytest.raises(UserError, match="takes HOST:PORT"):
+            Address.read(wrong, "--listen")
+
+
+def test_the_flower_app_is_where_it_is_looked_for() -> None:
+    assert (shim() / "fcil_app" / "__init__.py").is_file()
