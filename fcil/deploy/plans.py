@@ -17,6 +17,7 @@ BENCHMARK = Benchmark(
     "nodes", NODES, tasks=1000, classes_per_task=1000, clients=1, active=1000, protocol="quick", network="small",
     augment="none", image_size=64, memory=200, memory_scope="client",
 )  # fmt: skip
+OUTLIERS = 10  # times as far from the median as usual: what a node that nobody knows may say of a class
 MEANINGLESS = (  # what only a simulation decides
     "dataset", "stop_after", "clients", "class_order", "partition", "alpha", "class_share", "exponent",
     "reseed_per_task", "joining", "leaving", "staying", "lag", "memory_scope", "lost", "holdout", "train_limit",
@@ -33,6 +34,8 @@ def deployed(
             raise UserError(f"{key} is not allowed here: nodes have their own images and come and go as they like")
     if name.endswith(".py"):
         raise UserError(f"{name} is a file of your own; nodes answer for methods that fcil has: see fcil methods")
+    if str(settings.get("dp", "off")) != "central":  # which they would undo
+        settings = {"outliers": OUTLIERS, **settings}
     made = plan(name, BENCHMARK, protocol, seed, settings, command)
     if made.benchmark.image_size < 1:
         raise UserError("image_size=0 is not allowed here; all nodes make their images square, of one size: 1 to 512")
