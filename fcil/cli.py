@@ -238,6 +238,19 @@ def table(
 
 
 @app.command()
+def report(
+    runs: Runs,
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("page.html"),
+) -> None:
+    """Write one page about finished runs: charts with their data, pictures, all in one file that needs no network."""
+    from fcil.report.page import write_page
+
+    for sentence in write_page(runs, out):
+        complain(f"left out: {sentence}")
+    console.print(f"written: {out}", soft_wrap=True)
+
+
+@app.command()
 def predict(
     run: Folder,
     images: Annotated[list[Path], typer.Argument(help="Image files.", metavar="IMAGE...")],

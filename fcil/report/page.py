@@ -1,0 +1,151 @@
+"""The report page: one HTML file that holds all it needs, drawn by plotly from the ledgers of runs."""
+
+import base64
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from fcil import __version__
+from fcil.errors import UserError
+from fcil.files import write_text
+from fcil.report.comparison import BOUNDS, number
+from fcil.report.evidence import Evidence, Group, gather
+
+MOST_PICTURES = 6_000_000  # bytes of all galleries on a page
+WATCH_EVERY = 3  # seconds after which a live page asks for news
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A run's replay.png, inside the page."""
+
+    label: str
+    seed: int
+    url: str
+
+
+def write_page(runs: Sequence[Path], out: Path) -> list[str]:
+    """Write the page about `runs` to `out`; return a sentence for each run that is left out."""
+    if out.is_dir():
+        raise UserError(f"{out} is a folder; give the name of a file, such as page.html")
+    if not out.absolute().parent.is_dir():
+        raise UserError(f"there is no folder {out.absolute().parent} to write {out.name} to")
+    found, left_out = gather(runs)
+    if not found:
+        raise UserError(f"there is no run to report: {'; '.join(left_out)}")
+    page = page_of(found, left_out)
+    try:
+        write_text(out, page)
+    except OSError as error:
+        raise UserError(f"cannot write {out} ({error.strerror}); choose a place you can write") from None
+    return left_out
+
+
+def page_of(found: Sequence[Evidence], left_out: Sequence[str], live: str = "") -> str:
+    """Return the page as HTML; `live` names its state, and a page with another one is fetched when there is."""
+    try:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+        from plotly.offline import get_plotlyjs
+
+        from fcil.report.charts import CHARTS, DARK, LIGHT, Chart
+    except ImportError as error:
+        raise UserError(
+            f"a page needs the package {error.name}; install it with: pip install fcil[report]"
+        ) from None
+    room = MOST_PICTURES
+    sections = []
+    for n, evidence in enumerate(found):
+        made = [draw(evidence) for draw in CHARTS]
+        pictures, missing = pictures_of(evidence, room)
+        room -= sum(len(picture.url) for picture in pictures)
+        sections.append(
+            {
+                "id": f"part-{n + 1}",
+                "title": evidence.title,
+                "table": [_cells(group) for group in evidence.groups],
+                "claims": any(group.row.paper for group in evidence.groups),
+                "charts": [_island(chart, f"part-{n + 1}") for chart in made if isinstance(chart, Chart)],
+                "missing": [sentence for sentence in made if isinstance(sentence, str)] + missing,
+                "pictures": pictures,
+                "trials": [trial for group in evidence.groups for trial in group.trials],
+            }
+        )
+    # LF as line end and a fixed order: the same runs give the same page.
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    return environment.get_template("page.html.jinja").render(
+        title=_title(found), version=__version__, sections=sections, left_out=left_out, live=live, every=WATCH_EVERY,
+        plotly=get_plotlyjs(), templates={"light": LIGHT.to_plotly_json(), "dark": DARK.to_plotly_json()},
+    )  # fmt: skip
+
+
+def pictures_of(evidence: Evidence, room: int) -> tuple[list[Picture], list[str]]:
+    """Return one gallery a method, as far as there is room for them, and why others are missing."""
+    pictures, missing = [], []
+    for group in evidence.groups:
+        for trial in group.trials:
+            path = trial.run.folder / "replay.png"
+            if not path.exists():
+                continue
+            try:
+                url = _lossless(path)
+            except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+                missing.append(f"{path} is left out: it is not a readable picture ({error}).")
+                continue
+            if len(url) > room:
+                missing.append(f"The gallery of {group.label} is left out to keep this page small; it is {path}.")
+            else:
+                pictures.append(Picture(group.label, trial.seed, url))
+                room -= len(url)
+            break
+    if not pictures:
+        missing.append("The replay gallery is left out: no run here has a replay.png, as methods that replay leave it.")
+    return pictures, missing
+
+
+def _lossless(path: Path) -> str:
+    with Image.open(path) as picture:
+        packed = io.BytesIO()
+        picture.convert("RGB").save(packed, format="WEBP", lossless=True)
+    smaller = packed.getvalue()
+    return f"data:image/webp;base64,{base64.b64encode(smaller).decode()}"
+
+
+def _title(found: Sequence[Evidence]) -> str:
+    names = list(dict.fromkeys(evidence.section.benchmark for evidence in found))
+    methods = list(dict.fromkeys(group.row.method for evidence in found for group in evidence.groups))
+    who = methods[0] if len(methods) == 1 else f"{len(methods)} methods"
+    return f"{who} on {', '.join(names)}"
+
+
+def _cells(group: Group) -> dict[str, Any]:
+    row = group.row
+    return {
+        "label": group.label,
+        "bound": BOUNDS.get(row.method, ""),
+        "seeds": len(row.seeds),
+        "measured": [row.final, row.average, row.forgetting],
+        "memory": f"{row.memory_bytes:,.0f}",
+        "minutes": number(row.seconds / 60),
+        "paper": f"{row.paper.final} ± {row.paper.sem}" if row.paper else "",
+    }
+
+
+def _island(chart: Any, part: str) -> dict[str, Any]:
+    """Return what the page needs of a chart; its title stands in the page's text, where it can wrap."""
+    figure = json.loads(chart.figure.to_json())
+    layout = {key: value for key, value in figure["layout"].items() if key not in ("title", "template")}
+    return {
+        "id": f"{part}-{chart.name}",
+        "title": chart.title,
+        "says": chart.says,
+        "height": layout["height"],
+        "content": {"data": figure["data"], "layout": layout, "csv": chart.csv},
+    }
