@@ -251,6 +251,24 @@ def report(
 
 
 @app.command()
+def watch(
+    run: Annotated[Path, typer.Argument(help="The folder of a run, finished or not.", metavar="RUN")],
+    port: Annotated[int, typer.Option(help="Port on this machine; 0 takes a free one.", min=0, max=65535)] = 0,
+) -> None:
+    """Show the page of a run while it goes on, at an address that only this machine can open."""
+    from fcil.report.watch import served
+
+    with served(run, port) as server:
+        console.print(
+            f"watching {run} at http://{server.server_name}:{server.server_port} (Ctrl-C ends it)", soft_wrap=True
+        )
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            console.print("stopped watching; the run is not touched")
+
+
+@app.command()
 def predict(
     run: Folder,
     images: Annotated[list[Path], typer.Argument(help="Image files.", metavar="IMAGE...")],

@@ -3,53 +3,37 @@
 A function returns a chart, or the sentence that says why there is none.
 """
 
-import csv
-import io
-import textwrap
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from fcil.report.comparison import BOUNDS, Measured, settings_text, shown_name
+from fcil.report.drawing import (
+    COLOURS,
+    GREY,
+    PATTERNS,
+    SCALE,
+    SYMBOLS,
+    Chart,
+    byte_axis,
+    chart,
+    choice,
+    endless,
+    errors,
+    in_bytes,
+    line,
+    looks_of,
+    mark,
+    methods_down,
+    names,
+    task_axis,
+    with_error,
+)
 from fcil.report.evidence import TERMS, Evidence, Group, Map, Trial, map_of, over_seeds
 
-# Okabe and Ito's colours for every kind of sight, less the yellow and the black that a light or dark page swallows.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-DASHES = ("solid", "dash", "dot", "dashdot")
-SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross")
-GREY = "#8A8A8A"
-SCALE = "Cividis"
-PATTERNS = ("", "/", "x", ".")
-ROW = 30  # pixels for a method in a chart with one line a method
 MOST_POINTS = 120  # of a box; beyond, only its outliers are drawn
-
-Cell = str | int | float | None
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A figure, what it shows, how to read it, and its data."""
-
-    name: str
-    title: str
-    says: str
-    figure: go.Figure
-    columns: tuple[str, ...]
-    rows: list[tuple[Cell, ...]]
-
-    @property
-    def csv(self) -> str:
-        """Return the data as comma-separated values, unrounded."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(self.columns)
-        writer.writerows(self.rows)
-        return text.getvalue()
 
 
 def accuracy(evidence: Evidence) -> Chart:
@@ -63,7 +47,7 @@ def accuracy(evidence: Evidence) -> Chart:
         values: list[Measured] = [getattr(row, field) for row in rows]
         figure.add_scatter(
             x=[value.mean for value in values], y=list(range(len(rows))), mode="markers", name=name,
-            error_x=_errors(values), marker={"symbol": symbol, "size": 9, "color": colour, "line": {"width": 2}},
+            error_x=errors(values), marker=mark(symbol, colour),
             customdata=[[label, f"{value} %"] for label, value in zip(labels, values, strict=True)],
             hovertemplate=f"<b>%{{customdata[0]}}</b><br>{name}: %{{customdata[1]}}<extra></extra>",
         )  # fmt: skip
@@ -71,7 +55,7 @@ def accuracy(evidence: Evidence) -> Chart:
     if claimed:
         figure.add_scatter(
             x=[claim.final for _, _, claim in claimed], y=[i for i, _, _ in claimed], mode="markers",
-            name="final, as the paper has it", marker={"symbol": "diamond-open", "size": 9, "color": GREY},
+            name="final, as the paper has it", marker=mark("diamond-open", GREY),
             customdata=[[label, f"{claim.final} ± {claim.sem} %"] for _, label, claim in claimed],
             hovertemplate="<b>%{customdata[0]}</b><br>the paper's claim: %{customdata[1]}<extra></extra>",
         )  # fmt: skip
@@ -81,13 +65,13 @@ def accuracy(evidence: Evidence) -> Chart:
                 x=row.final.mean, line={"color": GREY, "dash": "dot" if BOUNDS[row.method] == "lower" else "dash"},
                 name=f"{BOUNDS[row.method]} bound: {row.method}", showlegend=True,
             )  # fmt: skip
-    _methods_down(figure, labels)
+    methods_down(figure, labels)
     figure.update_xaxes(title="test accuracy (%)", range=[-2, 102])
-    return Chart(
+    return chart(
         "accuracy", "Final and average accuracy",
-        "Accuracy on all classes after the last task, and its mean over all tasks. Whiskers are the standard error over "
-        "seeds; a single seed has none.",
-        _titled(figure, "Final and average accuracy"),
+        "Accuracy on all classes after the last task, and its mean over all tasks. Whiskers are the standard error "
+        "over seeds; a single seed has none.",
+        figure,
         ("method", "settings", "seeds", "final", "final_sem", "average", "average_sem", "paper_final", "paper_sem"),
         [
             (row.method, settings_text(row.settings), len(row.seeds), row.final.mean, row.final.sem,
@@ -145,7 +129,7 @@ def accuracy_against_memory(evidence: Evidence) -> Chart:
         if both
         else make_subplots(1, 1)
     )
-    looks = _looks(evidence)
+    looks = looks_of(evidence)
     for (method, _), groups in lines.items():
         name = groups[0].label if len(groups) == 1 else f"{shown_name(method)}, by memory"
         colour, dash, symbol = looks[groups[0].label]
@@ -155,29 +139,27 @@ def accuracy_against_memory(evidence: Evidence) -> Chart:
             )
             if chosen:
                 figure.add_scatter(
-                    x=[group.row.memory_bytes if keeps else "nothing" for group in chosen],
-                    y=[group.row.final.mean for group in chosen], error_y=_errors([g.row.final for g in chosen]),
+                    x=[group.row.memory_bytes if keeps else "0 B" for group in chosen],
+                    y=[group.row.final.mean for group in chosen], error_y=errors([g.row.final for g in chosen]),
                     mode="lines+markers" if len(chosen) > 1 else "markers", name=name, legendgroup=name,
                     showlegend=keeps or not any(group.row.memory_bytes for group in groups),
-                    marker={"color": colour, "symbol": symbol, "size": 10}, line={"color": colour, "dash": dash},
+                    marker=mark(symbol, colour), line={"color": colour, "dash": dash},
                     customdata=[[g.label, f"{g.row.final} %", f"{g.row.memory_bytes:,.0f} bytes"] for g in chosen],
                     hovertemplate="<b>%{customdata[0]}</b><br>final: %{customdata[1]}<br>keeps %{customdata[2]}"
                     "<extra></extra>",
                     row=1, col=2 if both and keeps else 1,
                 )  # fmt: skip
     if something:
-        figure.update_xaxes(
-            title="kept by a client (bytes)", type="log", exponentformat="SI", nticks=6, col=2 if both else 1
-        )
+        kept = [group.row.memory_bytes for group in evidence.groups if group.row.memory_bytes]
+        figure.update_xaxes(byte_axis(kept) | {"title": "kept by a client, at most"}, col=2 if both else 1)
     if nothing:
         figure.update_xaxes(type="category", col=1)
     figure.update_yaxes(title="final accuracy (%)", range=[-2, 102], col=1)
     figure.update_layout(height=420, hovermode="closest")
-    return Chart(
+    return chart(
         "memory", "Accuracy against memory",
-        "Final accuracy against the most that any client has kept. `joint` keeps every image: it is a bound, not a rival."
-        .replace("`", ""),
-        _titled(figure, "Accuracy against memory"),
+        "Final accuracy against the most that any client has kept. A bound is no rival: joint keeps every image.",
+        figure,
         ("method", "settings", "seeds", "memory_bytes", "final", "final_sem"),
         [
             (g.row.method, settings_text(g.row.settings), len(g.row.seeds), g.row.memory_bytes, g.row.final.mean,
@@ -195,24 +177,25 @@ def local_and_global(evidence: Evidence) -> Chart | str:
     figure = make_subplots(
         2, 1, shared_xaxes=True, vertical_spacing=0.12, subplot_titles=["local: within a client", "global: between two"]
     )
-    looks = _looks(evidence)
+    looks = looks_of(evidence)
     for group in groups:
         for row, kind in enumerate(("local", "global"), 1):
             values = over_seeds([[a.parts[kind] if a else None for a in trial.apart] for trial in group.trials])
-            figure.add_trace(_line(group.label, values, looks, kind, "nats", row == 1, 4), row=row, col=1)
-    figure.update_xaxes(_task_axis(evidence), row=2)
+            figure.add_trace(line(group.label, values, looks, kind, "nats", row == 1, 4), row=row, col=1)
+    figure.update_xaxes(task_axis(evidence, ""), row=1)
+    figure.update_xaxes(task_axis(evidence), row=2)
     figure.update_yaxes(title="loss (nats)", matches="y", rangemode="tozero")
     figure.update_layout(height=560)
-    return Chart(
+    return chart(
         "local-and-global", "Local against global forgetting",
-        "Confusion of pairs with an old class, split into what lies within a client and what lies between two, as shares "
-        "of the loss on all pairs. A pair that cannot be told apart loses 0.69 nats. With many clients nearly all pairs "
-        "lie between two: the CSV also has each term's own mean. See docs/forgetting.md.",
-        _titled(figure, "Local against global forgetting"),
+        "Confusion of pairs with an old class, split into what lies within a client and what lies between two, as "
+        "shares of the loss on all pairs. A pair that cannot be told apart loses 0.69 nats. With many clients nearly "
+        "all pairs lie between two: the CSV also has each term's own mean. See docs/forgetting.md.",
+        figure,
         ("method", "settings", "seed", "after_task", "local", "global", *TERMS, "total",
          *(f"mean_{term}" for term in TERMS)),
         [
-            (*_names(group), trial.seed, t + 1, apart.parts["local"], apart.parts["global"],
+            (*names(group), trial.seed, t + 1, apart.parts["local"], apart.parts["global"],
              *(apart.parts[term] for term in TERMS), apart.parts["total"], *(apart.means[term] for term in TERMS))
             for group in groups
             for trial in group.trials
@@ -244,23 +227,23 @@ def mended_later(evidence: Evidence) -> Chart | str:
             known = [(t, value) for t, value in enumerate(values) if value]
             figure.add_bar(
                 x=[t + 1 for t, _ in known], y=[value.mean for _, value in known], name=name, visible=i == 0,
-                error_y=_errors([value for _, value in known]),
+                error_y=errors([value for _, value in known]),
                 marker={"color": colour, "pattern": {"shape": pattern}},
-                customdata=[[_with_error(value, 4)] for _, value in known],
+                customdata=[[with_error(value, 4)] for _, value in known],
                 hovertemplate=f"task %{{x}}, {name}: %{{customdata[0]}} nats<extra>{group.label}</extra>",
             )  # fmt: skip
-    _choice(figure, [group.label for group in groups], 2)
-    figure.update_xaxes(_task_axis(evidence, "pairs that came with task"))
+    choice(figure, [group.label for group in groups], 2)
+    figure.update_xaxes(task_axis(evidence, "pairs that came with task"))
     figure.update_yaxes(title="loss between clients (nats)", rangemode="tozero")
     figure.update_layout(height=400, barmode="group")
-    return Chart(
+    return chart(
         "mended-later", "Is confusion between clients mended one task later?",
         "Mean loss on pairs of an old and a new class held by two clients: when the task that brought them ended, and "
         "after the next one. The paper says that the next task mends it.",
-        _titled(figure, "Is confusion between clients mended one task later?"),
+        figure,
         ("method", "settings", "seed", "task", "at_its_end", "one_task_later"),
         [
-            (*_names(group), trial.seed, t + 1, *pair)
+            (*names(group), trial.seed, t + 1, *pair)
             for group in groups
             for trial in group.trials
             for t, pair in enumerate(pairs(trial))
@@ -288,20 +271,20 @@ def traffic(evidence: Evidence) -> Chart:
         shown = [(i, label, value) for i, label, value in means if value]
         figure.add_scatter(
             x=[value for _, _, value in shown], y=[i for i, _, _ in shown], mode="markers", name=name,
-            marker={"symbol": symbol, "size": 10, "color": colour, "line": {"width": 2}},
-            customdata=[[label, _bytes(value)] for _, label, value in shown],
+            marker=mark(symbol, colour),
+            customdata=[[label, in_bytes(value)] for _, label, value in shown],
             hovertemplate=f"<b>%{{customdata[0]}}</b><br>{name}: %{{customdata[1]}}<extra></extra>",
         )  # fmt: skip
-    _methods_down(figure, [group.label for group in evidence.groups])
-    figure.update_xaxes(title="bytes", type="log", exponentformat="SI", nticks=6)
-    return Chart(
+    methods_down(figure, [group.label for group in evidence.groups])
+    figure.update_xaxes(byte_axis([x for trace in figure.data for x in trace.x]) | {"title": "bytes, in all"})
+    return chart(
         "bytes", "Bytes down, up and kept",
         "All bytes of a run, counted as they pass between server and clients, and the most that was kept after a task. "
         "Means over seeds; where a mark is missing, it is zero. The CSV has every task.",
-        _titled(figure, "Bytes down, up and kept"),
+        figure,
         ("method", "settings", "seed", "task", "down", "up", "kept", "kept_max"),
         [
-            (*_names(group), trial.seed, t + 1, cost.down, cost.up, cost.kept, cost.kept_max)
+            (*names(group), trial.seed, t + 1, cost.down, cost.up, cost.kept, cost.kept_max)
             for group in evidence.groups
             for trial in group.trials
             for t, cost in enumerate(trial.costs)
@@ -323,23 +306,23 @@ def time_by_part(evidence: Evidence) -> Chart:
     total = {part: sum(mean.get(part, 0.0) for mean in means.values()) for mean in means.values() for part in mean}
     figure = go.Figure()
     labels = list(means)
-    for part, (pattern, colour) in zip(sorted(total, key=lambda p: -total[p]), _endless(PATTERNS, COLOURS)):  # noqa: B905
+    for part, (pattern, colour) in zip(sorted(total, key=lambda p: -total[p]), endless(PATTERNS, COLOURS)):  # noqa: B905
         figure.add_bar(
             x=[means[label].get(part, 0.0) for label in labels], y=list(range(len(labels))), name=part, orientation="h",
             marker={"color": colour, "pattern": {"shape": pattern}}, customdata=[[label] for label in labels],
             hovertemplate=f"<b>%{{customdata[0]}}</b><br>{part}: %{{x:.3s}} s<extra></extra>",
         )  # fmt: skip
-    _methods_down(figure, labels)
+    methods_down(figure, labels)
     figure.update_layout(barmode="stack")
     figure.update_xaxes(title="time of a run (seconds)", rangemode="tozero")
-    return Chart(
+    return chart(
         "time", "Time by part",
-        "Where the time of a run goes, as means over seeds. Compare methods only where they ran on the same machine, and "
-        "alone on it.",
-        _titled(figure, "Time by part"),
+        "Where the time of a run goes, as means over seeds. Compare methods only where they ran on the same machine, "
+        "and alone on it.",
+        figure,
         ("method", "settings", "seed", "task", "part", "seconds"),
         [
-            (*_names(group), trial.seed, t + 1, part, seconds)
+            (*names(group), trial.seed, t + 1, part, seconds)
             for group in evidence.groups
             for trial in group.trials
             for t, cost in enumerate(trial.costs)
@@ -360,8 +343,8 @@ def confusion(evidence: Evidence) -> Chart | str:
         return _NOT_APART.format("Confusion between tasks")
     return _triangles(
         tables, "confusion", "Confusion between tasks, after the last one",
-        "Mean loss on pairs of classes of two tasks, or of one with itself: 0 where they are told apart, 0.69 nats where "
-        "they cannot be. Means over seeds.",
+        "Mean loss on pairs of classes of two tasks, or of one with itself: 0 where they are told apart, 0.69 nats "
+        "where they cannot be. Means over seeds.",
         "loss", "nats", "classes of task", "and of task", (0, 0.7), ".2f",
     )  # fmt: skip
 
@@ -384,16 +367,16 @@ def accuracy_by_client(evidence: Evidence) -> Chart:
             hovertemplate="%{text}: %{x:.1f} %<extra></extra>" if len(points) <= MOST_POINTS else None,
             hoverinfo=None if len(points) <= MOST_POINTS else "x",
         )  # fmt: skip
-    _methods_down(figure, [group.label for group in evidence.groups])
+    methods_down(figure, [group.label for group in evidence.groups])
     figure.update_xaxes(title="accuracy of a client (%)", range=[-2, 102], hoverformat=".1f")
-    return Chart(
+    return chart(
         "clients", "Accuracy by client",
         "Each client's accuracy after the last task on the classes it has held, weighted by how many images of each it "
         "had. Boxes span the middle half of all clients and seeds.",
-        _titled(figure, "Accuracy by client"),
+        figure,
         ("method", "settings", "seed", "client", "accuracy"),
         [
-            (*_names(group), trial.seed, client, value)
+            (*names(group), trial.seed, client, value)
             for group in evidence.groups
             for trial in group.trials
             for client, value in enumerate(trial.by_client)
@@ -418,23 +401,24 @@ def centroids(evidence: Evidence) -> Chart | str:
     for i, (_, _, map) in enumerate(found):
         figure.add_trace(_scattered(map, i == 0), row=1, col=1)
         figure.add_trace(_distances(map, i == 0), row=2, col=1)
-    _choice(figure, [f"{group.label}, seed {trial.seed}" for group, trial, _ in found], 2)
+    choice(figure, [f"{group.label}, seed {trial.seed}" for group, trial, _ in found], 2)
     figure.add_vline(x=1, line={"color": GREY, "dash": "dash"}, row=2, col=1)
     figure.update_xaxes(title="first axis (rest distances)", row=1, constrain="domain")
     figure.update_yaxes(title="second axis (rest distances)", row=1, scaleanchor="x", scaleratio=1)
     figure.update_xaxes(title="distance of a pair (rest distances)", row=2, rangemode="tozero")
     figure.update_yaxes(title="pairs of classes", row=2)
     figure.update_layout(height=680, showlegend=False, bargap=0.05)
-    shares = ", ".join(f"{map.share:.0%} ({group.label})" for group, _, map in found)
-    return Chart(
+    off = ", ".join(f"{map.off:.2f} ({group.label})" for group, _, map in found)
+    return chart(
         "centroids", "Map of the centroids",
-        "Where the classes' centroids lie, in the plane in which they differ most; it holds this share of their variance: "
-        f"{shares}. Distances are in units of the one at which the Lennard-Jones potential lets them rest (dashed); the "
-        "histogram has them in all dimensions, the map can only shorten them. Colour is the task.",
-        _titled(figure, "Map of the centroids"),
+        "The classes' centroids, laid into a plane so that their distances are kept as well as a plane can. The unit is "
+        "the distance at which the Lennard-Jones potential lets two of them rest (dashed). The histogram has the true "
+        f"distances, in all dimensions; the map is off by this much for a pair, in root mean square: {off}. Colour is "
+        "the task.",
+        figure,
         ("method", "settings", "seed", "class", "task", "x", "y", "nearest", "nearest_distance"),
         [
-            (*_names(group), trial.seed, name, None if task is None else task + 1, *point, *near)
+            (*names(group), trial.seed, name, None if task is None else task + 1, *point, *near)
             for group, trial, map in found
             for name, task, point, near in zip(map.names, map.tasks, map.flat.tolist(), _nearest(map), strict=True)
         ],
@@ -446,110 +430,29 @@ CHARTS: tuple[Callable[[Evidence], Chart | str], ...] = (
     confusion, accuracy_by_client, traffic, time_by_part, centroids,
 )  # fmt: skip
 
-_NOT_APART = (
-    "{} is left out: no ledger here has its decomposition; runs of an earlier fcil lack it, and repeating them gives it."
-)
-
-
-def template(ink: str, lines: str, paper: str) -> go.layout.Template:
-    """Return how every chart looks on a page of the colour `paper`, written in `ink`."""
-    axis = {"gridcolor": lines, "zerolinecolor": lines, "linecolor": lines, "automargin": True, "title_standoff": 8}
-    return go.layout.Template(
-        layout={
-            "font": {"color": ink, "size": 13, "family": "system-ui, sans-serif"}, "paper_bgcolor": "rgba(0,0,0,0)",
-            "plot_bgcolor": "rgba(0,0,0,0)", "xaxis": axis, "yaxis": axis, "colorway": COLOURS,
-            "margin": {"l": 56, "r": 16, "t": 28, "b": 48}, "hoverlabel": {"align": "left", "namelength": -1},
-            "updatemenudefaults": {"bgcolor": paper, "bordercolor": lines, "font": {"color": ink}},
-            "legend": {"bgcolor": "rgba(0,0,0,0)"},
-        }
-    )  # fmt: skip
-
-
-LIGHT, DARK = template("#222222", "#DDDDDD", "#FFFFFF"), template("#E4E4E4", "#444444", "#1B1B1B")
-
-
-def _titled(figure: go.Figure, title: str) -> go.Figure:
-    return figure.update_layout(title=title, template=LIGHT)
-
-
-def _names(group: Group) -> tuple[str, str]:
-    return group.row.method, settings_text(group.row.settings)
+_NOT_APART = "{} is left out: no ledger here has its decomposition; runs of an earlier fcil lack it, and repeating them gives it."
 
 
 def _with_apart(evidence: Evidence) -> list[Group]:
     return [group for group in evidence.groups if any(trial.apart[-1] for trial in group.trials)]
 
 
-def _endless(*choices: Sequence[str]) -> Iterable[tuple[str, ...]]:
-    while True:
-        yield from product(*choices)
-
-
-def _looks(evidence: Evidence) -> dict[str, tuple[str, str, str]]:
-    """Return colour, dash and symbol of every method, the same in all charts; the bounds are grey."""
-    rivals = [group.label for group in evidence.groups if group.row.method not in BOUNDS]
-    looks = {
-        label: (COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)], SYMBOLS[i % len(SYMBOLS)])
-        for i, label in enumerate(rivals)
-    }
-    for group in evidence.groups:
-        if group.row.method in BOUNDS:
-            lower = BOUNDS[group.row.method] == "lower"
-            looks[group.label] = (GREY, "dot" if lower else "dash", "triangle-down" if lower else "triangle-up")
-    return looks
-
-
-def _with_error(value: Measured, digits: int = 1) -> str:
-    return f"{value.mean:.{digits}f}" + (" (1 seed)" if value.sem is None else f" ± {value.sem:.{digits}f}")
-
-
-def _errors(values: Sequence[Measured]) -> dict[str, Any]:
-    return {"type": "data", "array": [value.sem or 0.0 for value in values], "thickness": 1.2, "width": 3}
-
-
-def _bytes(value: float) -> str:
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
-        if value >= unit:
-            return f"{value / unit:,.1f} {name}"
-    return f"{value:,.0f} bytes"
-
-
-def _line(
-    label: str, values: Sequence[Measured | None], looks: dict[str, tuple[str, str, str]], what: str, unit: str,
-    in_legend: bool = True, digits: int = 1,
-) -> go.Scatter:  # fmt: skip
-    colour, dash, symbol = looks[label]
-    known = [(t + 1, value) for t, value in enumerate(values) if value]
-    return go.Scatter(
-        x=[t for t, _ in known], y=[value.mean for _, value in known], error_y=_errors([value for _, value in known]),
-        mode="lines+markers", name=label, legendgroup=label, showlegend=in_legend,
-        line={"color": colour, "dash": dash, "width": 2}, marker={"symbol": symbol, "size": 7},
-        customdata=[[_with_error(value, digits)] for _, value in known],
-        hovertemplate=f"<b>{label}</b><br>{what} after task %{{x}}: %{{customdata[0]}} {unit}<extra></extra>",
-    )  # fmt: skip
-
-
-def _task_axis(evidence: Evidence, title: str = "after task") -> dict[str, Any]:
-    tasks = max(len(trial.matrix) for group in evidence.groups for trial in group.trials)
-    return {"title": title, "dtick": 1 if tasks <= 12 else None, "tickformat": "d"}
-
-
 def _over_tasks(
     evidence: Evidence, name: str, title: str, says: str, axis: str, what: str,
     values: Callable[[Trial], Sequence[float]], unit: str,
 ) -> Chart:  # fmt: skip
-    looks = _looks(evidence)
+    looks = looks_of(evidence)
     figure = go.Figure(
-        [_line(g.label, over_seeds([values(t) for t in g.trials]), looks, what, unit) for g in evidence.groups]
+        [line(g.label, over_seeds([values(t) for t in g.trials]), looks, what, unit) for g in evidence.groups]
     )
-    figure.update_xaxes(_task_axis(evidence))
+    figure.update_xaxes(task_axis(evidence))
     figure.update_yaxes(title=axis, rangemode="tozero")
     figure.update_layout(height=460, showlegend=True)
-    return Chart(
-        name, title, f"{says} Means over seeds; whiskers are the standard error.", _titled(figure, title),
+    return chart(
+        name, title, f"{says} Means over seeds; whiskers are the standard error.", figure,
         ("method", "settings", "seed", "after_task", what),
         [
-            (*_names(group), trial.seed, t + 1, value)
+            (*names(group), trial.seed, t + 1, value)
             for group in evidence.groups
             for trial in group.trials
             for t, value in enumerate(values(trial))
@@ -573,50 +476,21 @@ def _triangles(
             colorbar={"title": {"text": unit}, "thickness": 12, "outlinewidth": 0},
             hovertemplate=f"{down} %{{y}}, {across} %{{x}}: %{{z:.4g}} {unit}<extra>{group.label}</extra>",
         )  # fmt: skip
-    _choice(figure, [group.label for group, _ in tables], 1)
+    choice(figure, [group.label for group, _ in tables], 1)
     step = 1 if size <= 12 else None
     figure.update_xaxes(title=across, dtick=step, showgrid=False, constrain="domain")
     figure.update_yaxes(title=down, dtick=step, showgrid=False, autorange="reversed", zeroline=False)
     figure.update_layout(height=440)
-    return Chart(
-        name, title, says, _titled(figure, title), ("method", "settings", down.replace(" ", "_"), across.replace(" ", "_"), what),
+    return chart(
+        name, title, says, figure,
+        ("method", "settings", down.replace(" ", "_"), across.replace(" ", "_"), what),
         [
-            (*_names(group), t + 1, j + 1, value)
+            (*names(group), t + 1, j + 1, value)
             for group, table in tables
             for t, row in enumerate(table)
             for j, value in enumerate(row)
         ],
     )  # fmt: skip
-
-
-def _choice(figure: go.Figure, labels: Sequence[str], traces: int) -> None:
-    """Let one of several be chosen, each of them drawn as so many traces."""
-    if len(labels) < 2:
-        return
-    buttons = [
-        {
-            "label": textwrap.shorten(label, 40, placeholder=" …"), "method": "restyle",
-            "args": [{"visible": [i == j for j in range(len(labels)) for _ in range(traces)]}],
-        }
-        for i, label in enumerate(labels)
-    ]  # fmt: skip
-    figure.update_layout(
-        updatemenus=[
-            {"buttons": buttons, "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom", "pad": {"b": 6}}
-        ],
-        margin={"t": 64},
-    )
-
-
-def _methods_down(figure: go.Figure, labels: Sequence[str]) -> None:
-    """Give each method a line, named at the left."""
-    ticks = ["<br>".join(textwrap.wrap(label, 20, max_lines=3, placeholder=" …")) for label in labels]
-    figure.update_yaxes(
-        tickvals=list(range(len(labels))), ticktext=ticks, range=[len(labels) - 0.4, -0.6], zeroline=False,
-        ticklabelstandoff=6,
-    )  # fmt: skip
-    lines = sum(max(1, 0.62 * (1 + tick.count("<br>"))) for tick in ticks)
-    figure.update_layout(height=round(130 + ROW * lines), hovermode="closest")
 
 
 def _scattered(map: Map, visible: bool) -> go.Scatter:
@@ -629,8 +503,8 @@ def _scattered(map: Map, visible: bool) -> go.Scatter:
         customdata=[
             ["?" if task is None else task + 1, *near] for task, near in zip(map.tasks, _nearest(map), strict=True)
         ],
-        hovertemplate="<b>%{text}</b>, task %{customdata[0]}<br>nearest: %{customdata[1]}, at %{customdata[2]:.2f} rest "
-        "distances<extra></extra>",
+        hovertemplate="<b>%{text}</b>, task %{customdata[0]}<br>nearest: %{customdata[1]}, at %{customdata[2]:.2f} "
+        "rest distances<extra></extra>",
     )  # fmt: skip
 
 

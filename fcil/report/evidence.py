@@ -96,9 +96,9 @@ class Map:
 
     names: list[str]
     tasks: list[int | None]
-    flat: Tensor  # (classes, 2) the plane in which they differ most
+    flat: Tensor  # (classes, 2)
     distances: Tensor  # (classes, classes) in all dimensions
-    share: float  # of their variance that lies in the plane
+    off: float  # root mean square of what the plane changes a distance by
 
 
 def gather(paths: Iterable[Path], unfinished: bool = False) -> tuple[list[Evidence], list[str]]:
@@ -149,7 +149,7 @@ def over_seeds(series: Iterable[Sequence[float | None]]) -> list[Measured | None
 
 
 def map_of(trial: Trial) -> Map | None:
-    """Project the centroids of a run to a plane; None where it has none, or was stored without its model."""
+    """Lay the centroids of a run into a plane; None where it has none, or was stored without its model."""
     folder = trial.run.folder
     try:
         with safe_open(folder / "model.safetensors", framework="pt") as file:
@@ -163,16 +163,33 @@ def map_of(trial: Trial) -> Map | None:
     labels = seen.nonzero().flatten().tolist()
     if len(labels) < 3 or points.ndim != 2 or not points[seen].isfinite().all():
         return None
-    chosen = points[seen] / (REST * spacing)
-    spread = chosen - chosen.mean(0)
-    axes = torch.linalg.svd(spread, full_matrices=False)
+    distances = torch.cdist(*[points[seen] / (REST * spacing)] * 2)
+    flat = flattened(distances)
     return Map(
         names=[str(trial.run.result.get("classes", labels)[j]) for j in labels],
         tasks=[trial.task_of_class.get(j) for j in labels],
-        flat=spread @ axes.Vh[:2].T,
-        distances=torch.cdist(chosen, chosen),
-        share=float((axes.S[:2] ** 2).sum() / (axes.S**2).sum()),
+        flat=flat,
+        distances=distances,
+        off=float((torch.pdist(flat) - _pairs(distances)).square().mean().sqrt()),
     )
+
+
+def flattened(distances: Tensor, steps: int = 300) -> Tensor:
+    """Lay points into a plane so that their distances change least: de Leeuw's majorization of the stress.
+
+    A projection would not do: points that all rest equally far from each other lie alike in every direction.
+    """
+    n = len(distances)
+    flat = torch.randn(n, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * distances.mean()
+    for _ in range(steps):
+        ratio = distances / torch.cdist(flat, flat).clamp_min(1e-9)
+        flat = (ratio.sum(1, keepdim=True) * flat - ratio @ flat) / n
+    return flat
+
+
+def _pairs(distances: Tensor) -> Tensor:
+    rows, columns = torch.triu_indices(len(distances), len(distances), 1)
+    return distances[rows, columns]
 
 
 def _each_folder(paths: Iterable[Path], left_out: list[str]) -> Iterable[Path]:

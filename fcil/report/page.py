@@ -52,11 +52,10 @@ def page_of(found: Sequence[Evidence], left_out: Sequence[str], live: str = "") 
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
         from plotly.offline import get_plotlyjs
 
-        from fcil.report.charts import CHARTS, DARK, LIGHT, Chart
+        from fcil.report.charts import CHARTS
+        from fcil.report.drawing import DARK, LIGHT, Chart
     except ImportError as error:
-        raise UserError(
-            f"a page needs the package {error.name}; install it with: pip install fcil[report]"
-        ) from None
+        raise UserError(f"a page needs the package {error.name}; install it with: pip install fcil[report]") from None
     room = MOST_PICTURES
     sections = []
     for n, evidence in enumerate(found):

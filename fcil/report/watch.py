@@ -1,0 +1,94 @@
+"""The report page, live: a small server on this machine that draws a run anew when its ledger has grown."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from html import escape
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock
+
+from fcil.errors import UserError
+from fcil.report.evidence import gather
+from fcil.report.page import WATCH_EVERY, page_of
+from fcil.results.ledger import read
+
+HERE = "127.0.0.1"  # nobody else can see it
+
+
+class Live:
+    """The page of one run, drawn when it is asked for and its ledger has another state than before."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.drawn: tuple[str, str] = ("", "")
+        self.lock = Lock()
+
+    def state(self) -> str:
+        """Return what changes when there is something new to draw: the tasks that have ended, or the round at first."""
+        try:
+            lines = read(self.folder / "ledger.jsonl")
+        except UserError:
+            return "no ledger"
+        ended = sum(line.get("kind") == "task" for line in lines)
+        finished = (self.folder / "result.json").exists()
+        return f"{ended} tasks, finished" if finished else f"{ended} tasks" if ended else f"{len(lines)} lines"
+
+    def page(self) -> str:
+        """Return the page."""
+        with self.lock:
+            state = self.state()
+            if self.drawn[0] != state:
+                self.drawn = (state, self._page(state))
+            return self.drawn[1]
+
+    def _page(self, state: str) -> str:
+        found, left_out = gather([self.folder], unfinished=True)
+        return page_of(found, left_out, live=state) if found else _waiting(left_out)
+
+
+@contextmanager
+def served(folder: Path, port: int = 0) -> Iterator[ThreadingHTTPServer]:
+    """Serve the page of a run on the loopback address; port 0 takes a free one."""
+    if not (folder / "ledger.jsonl").exists():
+        raise UserError(f"{folder} is not a run that has begun: it has no ledger.jsonl")
+    live = Live(folder)
+    live.page()  # what is missing to draw it is said now, not in the browser
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.headers.get("Host", "").split(":")[0] not in (HERE, "localhost"):
+                return self.send_error(403)  # another site's name that points here
+            if self.path == "/":
+                return self.answer(live.page(), "text/html")
+            if self.path == "/state":
+                return self.answer(live.state(), "text/plain")
+            self.send_error(404)
+
+        def answer(self, text: str, kind: str) -> None:
+            content = text.encode()
+            self.send_response(200)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            """Keep the terminal quiet."""
+
+    try:
+        server = ThreadingHTTPServer((HERE, port), Answers)
+    except OSError as error:
+        raise UserError(f"port {port} cannot be used ({error.strerror}); choose another with --port") from None
+    with server:
+        yield server
+
+
+def _waiting(left_out: list[str]) -> str:
+    said = " ".join(escape(sentence) for sentence in left_out)
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>fcil watch</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+        f'<meta name="color-scheme" content="light dark"><meta http-equiv="refresh" content="{WATCH_EVERY}"></head>'
+        f"<body><p>There is nothing to draw yet: {said}</p></body></html>"
+    )
