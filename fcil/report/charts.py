@@ -389,7 +389,7 @@ def centroids(evidence: Evidence) -> Chart | str:
     found: list[tuple[Group, Trial, Map]] = []
     for group in evidence.groups:
         mapped = ((trial, map_of(trial)) for trial in group.trials)
-        first = next(((trial, map) for trial, map in mapped if map), None)
+        first = next(((trial, plane) for trial, plane in mapped if plane), None)
         if first:
             found.append((group, *first))
     if not found:
@@ -398,9 +398,9 @@ def centroids(evidence: Evidence) -> Chart | str:
             "such as hr; runs are often stored without it."
         )
     figure = make_subplots(2, 1, row_heights=[0.68, 0.32], vertical_spacing=0.16)
-    for i, (_, _, map) in enumerate(found):
-        figure.add_trace(_scattered(map, i == 0), row=1, col=1)
-        figure.add_trace(_distances(map, i == 0), row=2, col=1)
+    for i, (_, _, plane) in enumerate(found):
+        figure.add_trace(_scattered(plane, i == 0), row=1, col=1)
+        figure.add_trace(_distances(plane, i == 0), row=2, col=1)
     choice(figure, [f"{group.label}, seed {trial.seed}" for group, trial, _ in found], 2)
     figure.add_vline(x=1, line={"color": GREY, "dash": "dash"}, row=2, col=1)
     figure.update_xaxes(title="first axis (rest distances)", row=1, constrain="domain")
@@ -408,19 +408,19 @@ def centroids(evidence: Evidence) -> Chart | str:
     figure.update_xaxes(title="distance of a pair (rest distances)", row=2, rangemode="tozero")
     figure.update_yaxes(title="pairs of classes", row=2)
     figure.update_layout(height=680, showlegend=False, bargap=0.05)
-    off = ", ".join(f"{map.off:.2f} ({group.label})" for group, _, map in found)
+    off = ", ".join(f"{plane.off:.2f} ({group.label})" for group, _, plane in found)
     return chart(
         "centroids", "Map of the centroids",
-        "The classes' centroids, laid into a plane so that their distances are kept as well as a plane can. The unit is "
-        "the distance at which the Lennard-Jones potential lets two of them rest (dashed). The histogram has the true "
-        f"distances, in all dimensions; the map is off by this much for a pair, in root mean square: {off}. Colour is "
-        "the task.",
+        "The classes' centroids, laid into a plane so that their distances are kept as well as a plane can. The unit "
+        "is the distance at which the Lennard-Jones potential lets two of them rest (dashed). The histogram has the "
+        f"true distances, in all dimensions; the map is off by this much for a pair, in root mean square: {off}. "
+        "Colour is the task.",
         figure,
         ("method", "settings", "seed", "class", "task", "x", "y", "nearest", "nearest_distance"),
         [
             (*names(group), trial.seed, name, None if task is None else task + 1, *point, *near)
-            for group, trial, map in found
-            for name, task, point, near in zip(map.names, map.tasks, map.flat.tolist(), _nearest(map), strict=True)
+            for group, trial, p in found
+            for name, task, point, near in zip(p.names, p.tasks, p.flat.tolist(), _nearest(p), strict=True)
         ],
     )  # fmt: skip
 
@@ -430,7 +430,7 @@ CHARTS: tuple[Callable[[Evidence], Chart | str], ...] = (
     confusion, accuracy_by_client, traffic, time_by_part, centroids,
 )  # fmt: skip
 
-_NOT_APART = "{} is left out: no ledger here has its decomposition; runs of an earlier fcil lack it, and repeating them gives it."
+_NOT_APART = "{} is left out: no ledger here has its decomposition, which runs of an earlier fcil lack; repeat them."
 
 
 def _with_apart(evidence: Evidence) -> list[Group]:
@@ -493,30 +493,30 @@ def _triangles(
     )  # fmt: skip
 
 
-def _scattered(map: Map, visible: bool) -> go.Scatter:
-    colours = [GREY if task is None else COLOURS[task % len(COLOURS)] for task in map.tasks]
-    symbols = [SYMBOLS[(task or 0) // len(COLOURS) % len(SYMBOLS)] for task in map.tasks]
+def _scattered(plane: Map, visible: bool) -> go.Scatter:
+    colours = [GREY if task is None else COLOURS[task % len(COLOURS)] for task in plane.tasks]
+    symbols = [SYMBOLS[(task or 0) // len(COLOURS) % len(SYMBOLS)] for task in plane.tasks]
     return go.Scatter(
-        x=map.flat[:, 0].tolist(), y=map.flat[:, 1].tolist(), visible=visible,
-        mode="markers+text" if len(map.names) <= 30 else "markers", text=map.names, textposition="top center",
+        x=plane.flat[:, 0].tolist(), y=plane.flat[:, 1].tolist(), visible=visible,
+        mode="markers+text" if len(plane.names) <= 30 else "markers", text=plane.names, textposition="top center",
         marker={"color": colours, "symbol": symbols, "size": 10},
         customdata=[
-            ["?" if task is None else task + 1, *near] for task, near in zip(map.tasks, _nearest(map), strict=True)
+            ["?" if task is None else task + 1, *near] for task, near in zip(plane.tasks, _nearest(plane), strict=True)
         ],
         hovertemplate="<b>%{text}</b>, task %{customdata[0]}<br>nearest: %{customdata[1]}, at %{customdata[2]:.2f} "
         "rest distances<extra></extra>",
     )  # fmt: skip
 
 
-def _distances(map: Map, visible: bool) -> go.Histogram:
-    size = len(map.names)
-    pairs = [float(map.distances[i, j]) for i in range(size) for j in range(i)]
+def _distances(plane: Map, visible: bool) -> go.Histogram:
+    size = len(plane.names)
+    pairs = [float(plane.distances[i, j]) for i in range(size) for j in range(i)]
     return go.Histogram(
         x=pairs, visible=visible, nbinsx=40, marker={"color": COLOURS[0]},
         hovertemplate="%{y} pairs at %{x} rest distances<extra></extra>",
     )  # fmt: skip
 
 
-def _nearest(map: Map) -> list[tuple[str, float]]:
-    apart = map.distances.clone().fill_diagonal_(float("inf"))
-    return [(map.names[j], d) for d, j in zip(apart.amin(1).tolist(), apart.argmin(1).tolist(), strict=True)]
+def _nearest(plane: Map) -> list[tuple[str, float]]:
+    apart = plane.distances.clone().fill_diagonal_(float("inf"))
+    return [(plane.names[j], d) for d, j in zip(apart.amin(1).tolist(), apart.argmin(1).tolist(), strict=True)]

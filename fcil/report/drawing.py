@@ -73,10 +73,12 @@ LIGHT, DARK = template("#222222", "#DDDDDD", "#FFFFFF"), template("#E4E4E4", "#4
 
 
 def names(group: Group) -> tuple[str, str]:
+    """Return the method and its settings, as a table has them."""
     return group.row.method, settings_text(group.row.settings)
 
 
 def endless(*choices: Sequence[str]) -> Iterable[tuple[str, ...]]:
+    """Go through all combinations, again and again."""
     while True:
         yield from product(*choices)
 
@@ -96,18 +98,22 @@ def looks_of(evidence: Evidence) -> dict[str, tuple[str, str, str]]:
 
 
 def with_error(value: Measured, digits: int = 1) -> str:
+    """Say a mean and its standard error."""
     return f"{value.mean:.{digits}f}" + (" (1 seed)" if value.sem is None else f" ± {value.sem:.{digits}f}")
 
 
 def mark(symbol: str, colour: str) -> dict[str, Any]:
+    """Return a mark that is filled, or a ring."""
     return {"symbol": symbol, "color": colour, "size": 10, "line": {"width": 2 if symbol.endswith("-open") else 0}}
 
 
 def errors(values: Sequence[Measured]) -> dict[str, Any]:
-    return {"type": "data", "array": [value.sem or 0.0 for value in values], "thickness": 1.2, "width": 3}
+    """Return whiskers as long as the standard errors; one seed has none."""
+    return {"type": "data", "array": [value.sem for value in values], "thickness": 1.2, "width": 3}
 
 
 def in_bytes(value: float) -> str:
+    """Say bytes in the unit that suits them."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
         if value >= unit:
             return f"{value / unit:,.1f} {name}"
@@ -129,6 +135,7 @@ def line(
     label: str, values: Sequence[Measured | None], looks: dict[str, tuple[str, str, str]], what: str, unit: str,
     in_legend: bool = True, digits: int = 1,
 ) -> go.Scatter:  # fmt: skip
+    """Return a method's line over tasks."""
     colour, dash, symbol = looks[label]
     known = [(t + 1, value) for t, value in enumerate(values) if value]
     return go.Scatter(
@@ -141,6 +148,7 @@ def line(
 
 
 def task_axis(evidence: Evidence, title: str = "after task") -> dict[str, Any]:
+    """Return an axis of tasks, counted from 1."""
     tasks = max(len(trial.matrix) for group in evidence.groups for trial in group.trials)
     return {"title": title, "dtick": 1 if tasks <= 12 else None, "tickformat": "d"}
 
@@ -164,7 +172,7 @@ def choice(figure: go.Figure, labels: Sequence[str], traces: int) -> None:
 
 def methods_down(figure: go.Figure, labels: Sequence[str]) -> None:
     """Give each method a line, named at the left."""
-    ticks = ["<br>".join(textwrap.wrap(label, 20, max_lines=3, placeholder=" …")) for label in labels]
+    ticks = ["<br>".join(textwrap.wrap(label, 22, max_lines=3, placeholder=" …")) for label in labels]
     figure.update_yaxes(
         tickvals=list(range(len(labels))), ticktext=ticks, range=[len(labels) - 0.4, -0.6], zeroline=False,
         ticklabelstandoff=6,

@@ -281,7 +281,11 @@ def _grouped(trials: list[Trial]) -> list[Evidence]:
     for section in compare([trial.run for trial in trials]).sections:
         first, *others = [row.settings for row in section.rows]
         shared = {key: value for key, value in first.items() if all(_same(o, key, value) for o in others)}
-        groups = tuple(Group(row, _of(trials, section, row), _label(row, shared)) for row in section.rows)
+        labels = [_label(row, shared) for row in section.rows]
+        groups = tuple(
+            Group(row, _of(trials, section, row), label if labels.count(label) == 1 else f"{label}, {row.method}")
+            for row, label in zip(section.rows, labels, strict=True)
+        )
         found.append(Evidence(section, groups, settings_text(shared)))
     return found
 
