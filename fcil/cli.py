@@ -303,7 +303,7 @@ def export(
 @app.command()
 def bench(
     part: Annotated[
-        list[str], typer.Option(help="engine, flower, pfl or growth; repeat it. All of them if not given.")
+        list[str], typer.Option(help="engine, flower, pfl, growth or page; repeat it. All of them if not given.")
     ] = [],  # noqa: B006 - typer copies it
     rounds: Annotated[int, typer.Option(help="Rounds of each kind that are measured.", min=3)] = 21,
     json: Annotated[Path | None, typer.Option(help="Also write all that was measured to this file.")] = None,

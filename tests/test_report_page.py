@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import os
-import random
 import shutil
 import sys
 import urllib.error
@@ -18,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
+from fcil.bench.page import TERMS, made_up_run, measure
 from fcil.blocks.centroids import REST
 from fcil.cli import main
 from fcil.errors import UserError
@@ -29,54 +29,20 @@ from fcil.report.drawing import Chart
 from fcil.report.evidence import Evidence, flattened, gather
 from fcil.report.page import page_of, write_page
 from fcil.report.watch import served
-from fcil.results.ledger import Ledger, read, result_of
+from fcil.results.ledger import read
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-TERMS = ("prior", "new", "intra", "inter")
-
-
-def apart(draw: random.Random, task: int) -> dict[str, Any]:
-    parts = {term: draw.random() / 9 for term in TERMS}
-    parts |= {"local": parts["prior"] + parts["intra"], "global": parts["inter"], "total": sum(parts.values())}
-    return {
-        "parts": parts, "means": {**{term: draw.random() / 2 for term in TERMS}, "prior": None},
-        "across": draw.random() / 2 if task else None, "across_before": draw.random() / 2 if task > 1 else None,
-        "between": [[draw.random() / 2 for _ in range(t + 1)] for t in range(task + 1)],
-    }  # fmt: skip
 
 
 def write_run(
-    root: Path, method: str, seed: int = 0, tasks: int = 3, clients: int = 4, rounds: int = 2, old: bool = False,
-    finish: bool = True, **settings: Any,
+    root: Path, method: str, seed: int = 0, tasks: int = 3, clients: int = 4, old: bool = False, finish: bool = True,
+    **settings: Any,
 ) -> Path:  # fmt: skip
     """Write a run folder such as `fcil run` leaves, with made-up numbers."""
-    draw = random.Random(f"{method} {seed} {settings}")
     folder = root / "made-up" / ",".join([method, *(f"{k}={v}" for k, v in settings.items())]) / str(seed)
-    folder.mkdir(parents=True)
-    named = {
-        "format": 1, "method": method, "benchmark": "made-up", "protocol": "quick", "seed": seed, "settings": settings,
-        "classes": [f"class {j}" for j in range(2 * tasks)], "command": f"fcil run {method} --seed {seed}",
-    }  # fmt: skip
-    with Ledger(folder / "ledger.jsonl") as ledger:
-        ledger.append({"kind": "run", **named})
-        for t in range(tasks):
-            for r in range(rounds):
-                ledger.append({
-                    "kind": "round", "task": t, "stage": "train", "round": r, "rounds": rounds, "clients": clients,
-                    "lost": 0, "loss": draw.random(), "seconds": {"train": draw.random()}, "down": 5000, "up": 4000 + r,
-                })  # fmt: skip
-            accuracies = [100 * draw.random() if j < 2 * (t + 1) else None for j in range(2 * tasks)]
-            ledger.append({
-                "kind": "task", "task": t, "correct": [draw.randrange(50, 101) for _ in range(t + 1)],
-                "total": [100] * (t + 1), "per_class": accuracies,
-                "per_client": [100 * draw.random() for _ in range(clients - 1)] + [None],
-                **({} if old else {"decomposition": apart(draw, t)}),
-                "seconds": {"evaluate": draw.random(), "remember": 0.01}, "down": 700, "up": 80,
-                "kept": 0 if method == "finetune" else 640 * clients, "kept_max": 0 if method == "finetune" else 640,
-            })  # fmt: skip
-    if finish:
-        result = {**named, **result_of(read(folder / "ledger.jsonl")), "ledger_sha256": sha256(folder / "ledger.jsonl")}
-        (folder / "result.json").write_text(json.dumps(result))
+    made_up_run(folder, method, seed, tasks, clients, apart=not old, settings=settings)
+    if not finish:
+        (folder / "result.json").unlink()
     if method == "hr":
         points = torch.randn(2 * tasks, 5, generator=torch.Generator().manual_seed(seed))
         write_tensors(
@@ -115,7 +81,7 @@ def test_groups_keep_all_seeds_and_name_only_what_differs(evidence: Evidence) ->
 
 def test_settings_that_all_share_stand_in_the_title(tmp_path: Path) -> None:
     for method in ("hr", "icarl"):
-        write_run(tmp_path, method, rounds=2, alpha=0.1, **({"memory": 2} if method == "hr" else {}))
+        write_run(tmp_path, method, alpha=0.1, **({"memory": 2} if method == "hr" else {}))
     (found,), _ = gather([tmp_path])
     assert [g.label for g in found.groups] == ["icarl", "hr (memory=2)"]
     assert found.title == "made-up, quick protocol, with alpha=0.1"
@@ -393,6 +359,13 @@ def test_a_run_is_watched_while_it_goes_on(tmp_path: Path) -> None:
 def test_what_has_not_begun_is_not_watched(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a run that has begun"), served(tmp_path):
         pass
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: apt-get install chromium")
+def test_the_page_of_many_runs_is_timed() -> None:
+    found = measure(methods=6, seeds=2, turns=1)
+    assert found.runs == 12 and len(found.many) == len(found.one) == 1 and found.ratio > 0
+    assert 4.8e6 < found.size < 6e6 and "times as long as that of one run" in str(found)
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,7 @@ from fcil.report.drawing import (
 )
 from fcil.report.evidence import TERMS, Evidence, Group, Map, Trial, map_of, over_seeds
 
+BIN = 0.05  # of the histogram of distances
 MOST_POINTS = 120  # of a box; beyond, only its outliers are drawn
 
 
@@ -155,7 +156,7 @@ def accuracy_against_memory(evidence: Evidence) -> Chart:
     if nothing:
         figure.update_xaxes(type="category", col=1)
     figure.update_yaxes(title="final accuracy (%)", range=[-2, 102], col=1)
-    figure.update_layout(height=420, hovermode="closest")
+    figure.update_layout(height=420, hovermode="closest", showlegend=len(lines) > 1)
     return chart(
         "memory", "Accuracy against memory",
         "Final accuracy against the most that any client has kept. A bound is no rival: joint keeps every image.",
@@ -185,7 +186,7 @@ def local_and_global(evidence: Evidence) -> Chart | str:
     figure.update_xaxes(task_axis(evidence, ""), row=1)
     figure.update_xaxes(task_axis(evidence), row=2)
     figure.update_yaxes(title="loss (nats)", matches="y", rangemode="tozero")
-    figure.update_layout(height=560)
+    figure.update_layout(height=560, showlegend=len(groups) > 1)
     return chart(
         "local-and-global", "Local against global forgetting",
         "Confusion of pairs with an old class, split into what lies within a client and what lies between two, as "
@@ -216,7 +217,10 @@ def mended_later(evidence: Evidence) -> Chart | str:
 
     groups = [g for g in evidence.groups if any(None not in pair for trial in g.trials for pair in pairs(trial))]
     if not groups:
-        return _NOT_APART.format("Whether later tasks mend confusion between clients")
+        return (
+            "Whether the next task mends confusion between clients is left out: it takes three tasks, and a ledger "
+            "with that number, which runs of an earlier fcil lack."
+        )
     figure = go.Figure()
     for i, group in enumerate(groups):
         for side, name, colour, pattern in (
@@ -402,10 +406,11 @@ def centroids(evidence: Evidence) -> Chart | str:
         figure.add_trace(_scattered(plane, i == 0), row=1, col=1)
         figure.add_trace(_distances(plane, i == 0), row=2, col=1)
     choice(figure, [f"{group.label}, seed {trial.seed}" for group, trial, _ in found], 2)
+    farthest = max(1.0, *(float(plane.distances.max()) for _, _, plane in found))
     figure.add_vline(x=1, line={"color": GREY, "dash": "dash"}, row=2, col=1)
     figure.update_xaxes(title="first axis (rest distances)", row=1, constrain="domain")
     figure.update_yaxes(title="second axis (rest distances)", row=1, scaleanchor="x", scaleratio=1)
-    figure.update_xaxes(title="distance of a pair (rest distances)", row=2, rangemode="tozero")
+    figure.update_xaxes(title="distance of a pair (rest distances)", row=2, range=[0, farthest + 2 * BIN])
     figure.update_yaxes(title="pairs of classes", row=2)
     figure.update_layout(height=680, showlegend=False, bargap=0.05)
     off = ", ".join(f"{plane.off:.2f} ({group.label})" for group, _, plane in found)
@@ -447,7 +452,7 @@ def _over_tasks(
     )
     figure.update_xaxes(task_axis(evidence))
     figure.update_yaxes(title=axis, rangemode="tozero")
-    figure.update_layout(height=460, showlegend=True)
+    figure.update_layout(height=460, showlegend=len(evidence.groups) > 1)
     return chart(
         name, title, f"{says} Means over seeds; whiskers are the standard error.", figure,
         ("method", "settings", "seed", "after_task", what),
@@ -512,7 +517,8 @@ def _distances(plane: Map, visible: bool) -> go.Histogram:
     size = len(plane.names)
     pairs = [float(plane.distances[i, j]) for i in range(size) for j in range(i)]
     return go.Histogram(
-        x=pairs, visible=visible, nbinsx=40, marker={"color": COLOURS[0]},
+        x=pairs, visible=visible, marker={"color": COLOURS[0]},
+        xbins={"start": -BIN / 2, "end": max(pairs) + BIN, "size": BIN},
         hovertemplate="%{y} pairs at %{x} rest distances<extra></extra>",
     )  # fmt: skip
 

@@ -127,7 +127,7 @@ def byte_axis(values: Sequence[float]) -> dict[str, Any]:
     apart = max(1, ceil((high - low) / 4))
     ticks = [step * 10.0**power for power in range(floor(low) - 1, ceil(high) + 2, apart) for step in between]
     text = [in_bytes(tick).replace(".0 ", " ") for tick in ticks]
-    room = max(0.15, 0.06 * (high - low))
+    room = max(0.35 - (high - low) / 4, 0.06 * (high - low))
     return {"type": "log", "tickvals": ticks, "ticktext": text, "range": [low - room, high + room]}
 
 
