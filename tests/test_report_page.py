@@ -9,12 +9,16 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import reduce
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from fcil.bench.page import TERMS, made_up_run, measure
@@ -29,7 +33,7 @@ from fcil.report.drawing import Chart
 from fcil.report.evidence import Evidence, flattened, gather
 from fcil.report.page import page_of, write_page
 from fcil.report.watch import served
-from fcil.results.ledger import read
+from fcil.results.ledger import read, result_of
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 
@@ -253,6 +257,39 @@ def test_a_broken_run_is_named_and_skipped(
     assert sentence.startswith("fcil: left out: ") and str(bad) in sentence and "Traceback" not in sentence
     page = (tmp_path / "page.html").read_text()
     assert "Left out: 1" in page and str(bad) in page and "icarl on made-up" in page
+
+
+ODD = [None, True, -1, 2.5, 1e308, 10**400, float("nan"), float("inf"), "</script>", [], [None], [[]], {}, {"a": 1}]
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield where something stands in a JSON value, by the keys that lead there."""
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield (*path, key)
+        yield from places(value[key], (*path, key))
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_whatever_a_ledger_says_the_charts_are_drawn_or_it_is_named(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root = tmp_path_factory.mktemp("odd")
+    write_run(root, "lwf")
+    folder = write_run(root, "icarl")
+    lines = read(folder / "ledger.jsonl")
+    *path, last = data.draw(st.sampled_from(list(places(lines))))
+    changed = reduce(lambda value, key: value[key], path, lines)
+    changed[last] = data.draw(st.sampled_from(ODD))
+    (folder / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with suppress(UserError):  # else the result no longer fits the ledger, which is seen, too
+        result = json.loads((folder / "result.json").read_text()) | result_of(read(folder / "ledger.jsonl"))
+        (folder / "result.json").write_text(json.dumps(result | {"ledger_sha256": sha256(folder / "ledger.jsonl")}))
+    (found, *_), left_out = gather([root])
+    assert len(found.groups) + len(left_out) == 2 and all(str(folder) in sentence for sentence in left_out)
+    for draw in charts.CHARTS:
+        chart = draw(found)
+        assert isinstance(chart, str) or json.loads(chart.figure.to_json())["data"]
 
 
 def test_a_missing_folder_is_named_and_a_repeated_one_counts_once(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from fcil.results.ledger import read, result_of, verify
 from fcil.results.metrics import forgotten, mean_and_sem
 from fcil.results.runs import Run, folders
 
+MOST_BYTES = 10**18  # more than any run could send
 TERMS = ("prior", "new", "intra", "inter")
 
 
@@ -58,6 +59,7 @@ class Trial:
     by_client: list[float | None]
     apart: list[Apart | None]
     costs: list[Cost]
+    classes: list[str]
     task_of_class: dict[int, int]
 
     @property
@@ -134,7 +136,7 @@ def trial_of(folder: Path, unfinished: bool = False) -> Trial:
         raise UserError(f"it has not finished; go on with: fcil run --resume {folder}")
     try:
         return _trial(run, lines)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         raise UserError(f"its ledger is not one of ours ({error!r})") from None
 
 
@@ -161,12 +163,13 @@ def map_of(trial: Trial) -> Map | None:
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         return None
     labels = seen.nonzero().flatten().tolist()
-    if len(labels) < 3 or points.ndim != 2 or not points[seen].isfinite().all():
+    whole = points.ndim == 2 and seen.shape == points.shape[:1] and len(trial.classes) > max(labels, default=0)
+    if len(labels) < 3 or spacing <= 0 or not whole or not points[seen].isfinite().all():
         return None
     distances = torch.cdist(*[points[seen] / (REST * spacing)] * 2)
     flat = flattened(distances)
     return Map(
-        names=[str(trial.run.result.get("classes", labels)[j]) for j in labels],
+        names=[trial.classes[j] for j in labels],
         tasks=[trial.task_of_class.get(j) for j in labels],
         flat=flat,
         distances=distances,
@@ -237,6 +240,7 @@ def _trial(run: Run, lines: list[dict[str, Any]]) -> Trial:
         by_client=[_number(value) for value in ends[-1]["per_client"]],
         apart=[_apart(line.get("decomposition")) for line in ends],
         costs=[_cost(lines, t, line) for t, line in enumerate(ends)],
+        classes=[str(name) for name in run.result.get("classes", [])],
         task_of_class=first_seen,
     )
 
@@ -260,7 +264,10 @@ def _cost(lines: list[dict[str, Any]], task: int, end: Mapping[str, Any]) -> Cos
         for part, value in line["seconds"].items():
             seconds[part] = seconds.get(part, 0.0) + float(value)
     down, up = (sum(int(line[way]) for line in own) for way in ("down", "up"))
-    return Cost(down, up, int(end["kept"]), int(end["kept_max"]), seconds)
+    counted = (down, up, int(end["kept"]), int(end["kept_max"]))
+    if not all(0 <= number < MOST_BYTES for number in counted):
+        raise ValueError(f"no number of bytes: {max(counted, key=abs):.3g}")
+    return Cost(*counted, seconds)
 
 
 def _number(value: Any) -> float | None:

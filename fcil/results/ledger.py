@@ -116,7 +116,7 @@ def result_of(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         return {**_accuracy(tasks), **_cost([line for line in lines if line.get("kind") in ("round", "task")])}
     except KeyError as error:
         raise UserError(f"a line of the ledger lacks {error}") from None
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UserError(f"the lines of the ledger do not fit together ({error})") from None
 
 
