@@ -256,12 +256,10 @@ def watch(
     port: Annotated[int, typer.Option(help="Port on this machine; 0 takes a free one.", min=0, max=65535)] = 0,
 ) -> None:
     """Show the page of a run while it goes on, at an address that only this machine can open."""
-    from fcil.report.watch import served
+    from fcil.report.watch import HERE, served
 
     with served(run, port) as server:
-        console.print(
-            f"watching {run} at http://{server.server_name}:{server.server_port} (Ctrl-C ends it)", soft_wrap=True
-        )
+        console.print(f"watching {run} at http://{HERE}:{server.server_port} (Ctrl-C ends it)", soft_wrap=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -363,7 +363,8 @@ def test_twenty_methods_with_ten_seeds_stay_small(tmp_path: Path) -> None:
 
 
 def test_a_run_is_watched_while_it_goes_on(tmp_path: Path) -> None:
-    folder = write_run(tmp_path, "hr", tasks=2, finish=False)
+    folder = write_run(tmp_path, "hr", tasks=2)
+    result = (folder / "result.json").rename(tmp_path / "result.json")
     ledger = folder / "ledger.jsonl"
     whole = ledger.read_bytes().splitlines(keepends=True)
     ledger.write_bytes(b"".join(whole[:2]))
@@ -377,12 +378,16 @@ def test_a_run_is_watched_while_it_goes_on(tmp_path: Path) -> None:
         thread = Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
-            assert "There is nothing to draw yet" in get("/") and get("/state") == "2 lines"
-            ledger.write_bytes(b"".join(whole[:4]) + whole[4][:10])  # the last line is still being written
-            assert get("/state") == "1 tasks"
-            assert "follows a run that goes on" in get("/") and "connect-src &#39;self&#39;" in get("/")
+            assert "There is nothing to draw yet" in get("/") and "task 1, round 1 of 2" in get("/")
+            ledger.write_bytes(b"".join(whole[:5]) + whole[5][:10])  # the last line is still being written
+            assert json.loads(get("/state")) == {"drawn": "1", "now": "task 2, round 1 of 2"}
+            page = get("/")
+            assert '<span id="now">task 2, round 1 of 2</span>' in page and "connect-src &#39;self&#39;" in page
             ledger.write_bytes(b"".join(whole))
-            assert get("/state") == "2 tasks" and 'await answer.text() !== "2 tasks"' in get("/")
+            assert json.loads(get("/state")) == {"drawn": "2", "now": "task 3 begins"}
+            assert 'state.drawn !== "2"' in get("/")
+            result.rename(folder / "result.json")
+            assert json.loads(get("/state"))["now"] == "finished" and "/state" not in get("/")
             for path, host, code in (("/ledger.jsonl", "", 404), ("/", "elsewhere.example", 403)):
                 with pytest.raises(urllib.error.HTTPError) as refused:
                     get(path, host)

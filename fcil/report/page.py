@@ -3,7 +3,7 @@
 import base64
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,8 @@ def write_page(runs: Sequence[Path], out: Path) -> list[str]:
     return left_out
 
 
-def page_of(found: Sequence[Evidence], left_out: Sequence[str], live: str = "") -> str:
-    """Return the page as HTML; `live` names its state, and a page with another one is fetched when there is."""
+def page_of(found: Sequence[Evidence], left_out: Sequence[str], live: Mapping[str, str] | None = None) -> str:
+    """Return the page as HTML; one that is `live` says where its run stands, and is fetched anew when a task ended."""
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
         from plotly.offline import get_plotlyjs

@@ -1,11 +1,13 @@
 """The report page, live: a small server on this machine that draws a run anew when its ledger has grown."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from fcil.errors import UserError
 from fcil.report.evidence import gather
@@ -23,27 +25,29 @@ class Live:
         self.drawn: tuple[str, str] = ("", "")
         self.lock = Lock()
 
-    def state(self) -> str:
-        """Return what changes when there is something new to draw: the tasks that have ended, or the round at first."""
+    def state(self) -> dict[str, str]:
+        """Return what changes when there is something new to draw, and where the run stands now."""
         try:
             lines = read(self.folder / "ledger.jsonl")
-        except UserError:
-            return "no ledger"
+        except UserError as error:
+            return {"drawn": "", "now": str(error)}
         ended = sum(line.get("kind") == "task" for line in lines)
         finished = (self.folder / "result.json").exists()
-        return f"{ended} tasks, finished" if finished else f"{ended} tasks" if ended else f"{len(lines)} lines"
+        return {"drawn": f"{ended}{' finished' * finished}", "now": "finished" if finished else _now(lines, ended)}
 
     def page(self) -> str:
         """Return the page."""
         with self.lock:
             state = self.state()
-            if self.drawn[0] != state:
-                self.drawn = (state, self._page(state))
+            if self.drawn[0] != state["drawn"] or not self.drawn[0].strip("0"):
+                self.drawn = (state["drawn"], self._page(state))
             return self.drawn[1]
 
-    def _page(self, state: str) -> str:
+    def _page(self, state: dict[str, str]) -> str:
         found, left_out = gather([self.folder], unfinished=True)
-        return page_of(found, left_out, live=state) if found else _waiting(left_out)
+        if not found:
+            return _waiting([*left_out, state["now"]])
+        return page_of(found, left_out, live=None if state["now"] == "finished" else state)
 
 
 @contextmanager
@@ -61,7 +65,7 @@ def served(folder: Path, port: int = 0) -> Iterator[ThreadingHTTPServer]:
             if self.path == "/":
                 return self.answer(live.page(), "text/html")
             if self.path == "/state":
-                return self.answer(live.state(), "text/plain")
+                return self.answer(json.dumps(live.state()), "application/json")
             self.send_error(404)
 
         def answer(self, text: str, kind: str) -> None:
@@ -84,8 +88,15 @@ def served(folder: Path, port: int = 0) -> Iterator[ThreadingHTTPServer]:
         yield server
 
 
-def _waiting(left_out: list[str]) -> str:
-    said = " ".join(escape(sentence) for sentence in left_out)
+def _now(lines: Sequence[dict[str, Any]], ended: int) -> str:
+    last = lines[-1] if lines else {}
+    if last.get("kind") != "round":
+        return f"task {ended + 1} begins"
+    return f"task {ended + 1}, round {last.get('round', 0) + 1} of {last.get('rounds', '?')}"
+
+
+def _waiting(left_out: Sequence[str]) -> str:
+    said = "; ".join(escape(sentence) for sentence in left_out)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>fcil watch</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
