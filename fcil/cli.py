@@ -201,7 +201,10 @@ def sweep(
 
 @app.command()
 def table(
-    runs: Runs,
+    runs: Runs = [],  # noqa: B006 - typer copies it
+    hybrids: Annotated[
+        bool, typer.Option("--hybrids", help="The paper's Table 1 instead: how the hybrid methods differ.")
+    ] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     latex: Annotated[bool, typer.Option("--latex", help="Print LaTeX with booktabs.")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
@@ -217,6 +220,12 @@ def table(
 
     if markdown + latex + csv > 1:
         raise UserError("--markdown, --latex and --csv exclude each other; give one of them")
+    if hybrids:
+        if runs or verify:
+            raise UserError("--hybrids compares methods, not runs; leave out RUNS... and --verify")
+        return _print_hybrids(markdown, latex, csv)
+    if not runs:
+        raise UserError("say which RUNS... to compare, or --hybrids; see: fcil table --help")
     found = find(runs)
     if waiting := unfinished(runs):
         how = "go on with" if (waiting[0] / "checkpoint").exists() else "begin again, for want of a checkpoint, with"
@@ -235,6 +244,19 @@ def table(
         if asked:
             return print(render(comparison), end="")
     console.print(as_rich(comparison, console.width))
+
+
+def _print_hybrids(markdown: bool, latex: bool, csv: bool) -> None:
+    from fcil.report import hybrids
+
+    rows = hybrids.hybrids()
+    forms = (
+        (markdown, hybrids.hybrids_as_markdown), (latex, hybrids.hybrids_as_latex), (csv, hybrids.hybrids_as_csv),
+    )  # fmt: skip
+    for asked, render in forms:
+        if asked:
+            return print(render(rows), end="")
+    console.print(hybrids.hybrids_as_rich(rows))
 
 
 @app.command()

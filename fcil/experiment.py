@@ -1,8 +1,8 @@
 """A run from beginning to end: builds what the plan names, drives the loop, writes the run folder.
 
-The folder holds config.toml, ledger.jsonl, checkpoint/, replay.png where clients can show what they replay, and at the
-end model.safetensors and result.json. What is in it is never half-written, so a run killed at any moment goes on from
-its last checkpoint and ends as if nothing had happened.
+The folder holds config.toml, ledger.jsonl, checkpoint/, replay.png where clients can show what they replay, further
+pictures where a server has some, and at the end model.safetensors and result.json. What is in it is never half-written,
+so a run killed at any moment goes on from its last checkpoint and ends as if nothing had happened.
 """
 
 import errno
@@ -31,7 +31,7 @@ from fcil.method import Method, Pictures, Server, Setting
 from fcil.methods import DEFAULT, family, method
 from fcil.plan import Plan, plan
 from fcil.records import flatten, unflatten, write_tensors
-from fcil.results.gallery import Gallery, pictured, shown
+from fcil.results.gallery import Gallery, pictured, save_grid, shown
 from fcil.results.ledger import Ledger, read, result_of
 from fcil.results.runs import FORMAT, read_result
 from fcil.scenario.memory import budget
@@ -107,6 +107,9 @@ def execute(
                     if line["kind"] == "task" and hasattr(parts.engine.client, "look"):
                         with parts.door.tally.timing("look"):
                             _look(parts, parts.scenario.tasks[line["task"]], Gallery(folder))
+                    if line["kind"] == "task":
+                        for name, pictures in getattr(parts.server, "pages", dict)().items():
+                            save_grid(folder / f"{name}.png", pictures)
                     if line["kind"] == "task" or (line["kind"] == "round" and checkpoints.due()):
                         with parts.door.tally.timing("save"):
                             _save(parts, checkpoints, ledger)
@@ -139,7 +142,7 @@ def assemble(
     if place == "cpu":
         keep_memory()
     scenario = scenario or Scenario(wanted.benchmark, wanted.seed, device=place)
-    setting = setting_of(wanted, scenario.capacity, scenario.shape)
+    setting = setting_of(wanted, scenario.capacity, scenario.shape, place)
     made = method(wanted.method)
     with seeded(wanted.seed, "initial weights"):
         server = made.server(wanted.config, setting)
@@ -154,10 +157,10 @@ def assemble(
     )
 
 
-def setting_of(wanted: Plan, capacity: int, shape: tuple[int, int, int]) -> Setting:
+def setting_of(wanted: Plan, capacity: int, shape: tuple[int, int, int], device: str = "cpu") -> Setting:
     """Return what both halves of a plan's method are told."""
     b = wanted.benchmark
-    return Setting(capacity, shape, wanted.protocol, budget(b, math.prod(shape)), b.network, b.augment, b.norm)
+    return Setting(capacity, shape, wanted.protocol, budget(b, math.prod(shape)), b.network, b.augment, b.norm, device)
 
 
 def the_device(wanted: str) -> str:

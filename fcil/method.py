@@ -190,10 +190,11 @@ class Setting:
     network: str = "resnet18"
     augment: str = "none"
     norm: str = "batch"  # how the networks normalise
+    device: str = "cpu"  # where a server computes that has something to compute
 
-    def classifier(self) -> Classifier:
-        """Build the benchmark's network with a head for `capacity` classes."""
-        return build(self.network, self.shape, self.capacity, self.norm)
+    def classifier(self, outputs: int = 1) -> Classifier:
+        """Build the benchmark's network with a head for `capacity` classes, of so many outputs each."""
+        return build(self.network, self.shape, outputs * self.capacity, self.norm)
 
     def proxy_classifier(self, proxies: int, cosine: bool = False) -> ProxyClassifier:
         """Build the benchmark's network with so many proxies a class in place of a linear head."""
@@ -213,7 +214,9 @@ class Server(Protocol):
 
     It may also have `measured(self) -> dict[str, float | None]`: what it found out about itself in the task that has
     just ended, computed from `state`; the ledger's task line holds it. And `look(self) -> ByClass`: a picture that it
-    has of each class, uint8 (channels, height, width), which is drawn beside what a client's `look` shows.
+    has of each class, uint8 (channels, height, width), which is drawn beside what a client's `look` shows. And
+    `pages(self) -> dict[str, Tensor]`: other pictures, uint8 (rows, columns, channels, height, width) by name, each a
+    file NAME.png in the run folder.
     """
 
     state: Any

@@ -15,7 +15,7 @@ from fcil.federation.purity import Impure, Watch, identity
 from fcil.methods import METHODS
 from fcil.networks import build
 from fcil.records import Weights
-from tests.conftest import FILES
+from tests.conftest import GROUPED
 from tests.test_losses import CASES, last_fits, loss_of, some_inputs
 
 X = torch.arange(6.0).view(2, 3)
@@ -69,7 +69,7 @@ def test_pure_tensor_code_passes(loss: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "settings"), CASES + [pytest.param(name, {"norm": "group"}, id=f"{name}-group") for name in FILES]
+    ("method", "settings"), CASES + [pytest.param(name, {"norm": "group"}, id=f"{name}-group") for name in GROUPED]
 )
 def test_every_method_that_says_so_can_be_captured(method: str, settings: dict[str, Any]) -> None:
     found = []

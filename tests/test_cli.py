@@ -180,6 +180,17 @@ def test_tables_in_every_format(runs: Path) -> None:
     assert done(f"table {runs} --verify").out == "8 runs verified: every result follows from its ledger\n"
 
 
+def test_the_hybrids_in_every_format() -> None:
+    told = " ".join(done("table --hybrids").out.split())  # columns break lines
+    assert "ictrl" in told and "product quantisation: 256" in told and "subspace" in told
+    assert done("table --hybrids --markdown").out.startswith("| method | classification |")
+    assert r"\toprule" in done("table --hybrids --latex").out
+    rows = list(csv.DictReader(done("table --hybrids --csv").out.splitlines()))
+    assert {row["method"] for row in rows} == {"hr", "hr-literal", "remind", "remind-plus", "ictrl"} and all(
+        int(row["lines"]) > 60 for row in rows
+    )
+
+
 def test_a_table_names_what_is_unfinished(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "begun" / "checkpoint").mkdir(parents=True)
     (tmp_path / "begun" / "config.toml").write_text("")

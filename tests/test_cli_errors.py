@@ -170,6 +170,9 @@ WRONG = [
     ("sweep --out text.txt", "is a file or lies below one", "choose a different --out"),
     # tables
     ("table", "RUNS...", "fcil table --help"),
+    ("table --hybrids done", "compares methods, not runs", "RUNS..."),
+    ("table --hybrids --verify", "compares methods, not runs"),
+    ("table --hybrids --csv --latex", "exclude each other"),
     ("table nowhere", "no folder nowhere"),
     ("table empty", "empty holds no run", "`fcil run` leaves"),
     ("table unfinished", "no run has finished yet", "fcil run --resume unfinished"),

@@ -1,6 +1,7 @@
 """The door: counts what passes, resumes where it stood, and lets nobody through who is not marked."""
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from fcil.errors import UserError
 from fcil.federation.calls import Answered, Call
-from fcil.federation.clients import Cursor, Door
+from fcil.federation.clients import Cursor, Door, Tally
+from fcil.federation.loop import rounds_of
 from fcil.federation.rounds import fedavg
 from fcil.method import remote
 from fcil.records import Done, Update, Weights, record, size_in_bytes
@@ -312,3 +314,21 @@ def test_everyone_is_everyone_present() -> None:
         door.begin(task)
         counts.append(len(door.everyone()))
     assert counts == [6, 7, 8]
+
+
+def test_time_that_no_answer_took_is_the_servers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, door = [0.0], a_door()
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    def script() -> Iterator[None]:
+        clock[0] += 5
+        with door.tally.timing("train"):
+            clock[0] += 2
+        yield
+        clock[0] += 1
+
+    for _ in rounds_of(script(), door):
+        assert dict(door.tally.seconds) == {"train": 2, "server": 5}
+        clock[0] += 100  # of whoever reads the ledger
+        door.tally = Tally()
+    assert dict(door.tally.seconds) == {"server": 1}

@@ -23,6 +23,7 @@ from fcil.records import Weights, flatten, size_in_bytes, unflatten
 from fcil.scenario.scenario import Scenario
 from tests.conftest import TINY, tiny_plan
 
+LEARNS_ALONE: dict[str, dict[str, int]] = {"fedspace": {"pretrain": 0}}  # how to keep a server from training alone
 DECLARED: dict[str, set[str]] = {}  # method -> fields of its replies that hold images or what looks like them
 
 every_method = pytest.mark.parametrize("method", METHODS)
@@ -217,7 +218,8 @@ def test_survives_lost_messages(method: str) -> None:
 
 @every_method
 def test_survives_that_every_message_is_lost(method: str) -> None:
-    parts = parts_of(tiny_plan(method, benchmark=replace(TINY, lost=1.0, tasks=2), rounds=1))
+    alone = LEARNS_ALONE.get(method, {})
+    parts = parts_of(tiny_plan(method, benchmark=replace(TINY, lost=1.0, tasks=2), rounds=1, **alone))
     before = copied(parts.server.state.weights)
     assert len(accuracies(lines_of(parts))) == 2
     assert equal(before, parts.server.state.weights) and parts.transport.memories == {}
@@ -232,6 +234,13 @@ def test_survives_clients_without_images(method: str, active: int, images: int) 
     assert len(empty) > 3 and len(accuracies(lines)) == 2 and all_finite(parts)
     first = [seen.reply for seen in empty if seen.task == 0 and hasattr(seen.reply, "count")]
     assert first and all(reply.count == 0 for reply in first)
+
+
+@every_method
+def test_survives_clients_at_different_tasks(method: str) -> None:
+    parts, lines = finished(method, Watching, benchmark=replace(TINY, lag=1, clients=6, active=3))
+    assert set(parts.scenario.lags.tolist()) == {0, 1} and len(accuracies(lines)) == 3 and all_finite(parts)
+    assert {len(seen.images) > 0 for seen in parts.transport.seen if seen.task == 0} == {False, True}
 
 
 def all_finite(parts: Parts) -> bool:

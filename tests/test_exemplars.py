@@ -1,13 +1,20 @@
 """How a memory is shared: never too much, fairly, and all of it."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fcil.blocks.exemplars import shares
+from fcil.blocks.codec import RawCodec
+from fcil.blocks.exemplars import pictured, shares
+from fcil.experiment import execute
+from fcil.methods import METHODS
+from fcil.results.gallery import Gallery
+from fcil.scenario.tasks import LocalData, Task
+from tests.conftest import tiny_plan
 
 HELD = st.dictionaries(st.integers(0, 99), st.integers(0, 12), max_size=8)
 ROOM, UNIT, EACH = st.integers(0, 400), st.integers(1, 20), st.integers(0, 30)
@@ -117,3 +124,26 @@ def test_nothing_is_shared_out_where_nothing_is_held_or_there_is_no_room() -> No
     assert shared({}, 100) == {}
     assert shared({3: 0, 5: 0}, 100) == {3: 0, 5: 0}
     assert shared({3: 4, 5: 6}, 0) == {3: 0, 5: 0}
+
+
+def test_an_exemplar_is_shown_beside_the_image_it_came_from() -> None:
+    images = torch.randint(0, 256, (6, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    data = LocalData(Task(1, ((0,), (3, 4))), images, torch.tensor([3, 3, 3, 4, 4, 4]))
+    codec = RawCodec((1, 8, 8))
+    kept = codec.encode({}, images)
+    real, shown = pictured(codec, {}, {0: kept[5:], 3: kept[2:], 9: kept[:1]}, data, (0, 3, 4))
+    assert torch.equal(real[3], images[2]) and torch.equal(shown[3], images[2])
+    assert torch.equal(shown[0], images[5]) and 0 not in real  # an old class
+    assert torch.equal(real[4], images[3]) and 4 not in shown and 9 not in shown
+
+
+@pytest.mark.parametrize("method", [name for name, entry in METHODS.items() if entry.family == "exemplars"])
+def test_a_run_shows_what_exemplars_look_like_through_a_codec(method: str, tmp_path: Path) -> None:
+    list(execute(tiny_plan(method, exemplar_codec="dct:20", tasks=2), tmp_path, "cpu", workers=1))
+    assert (tmp_path / "replay.png").stat().st_size > 500
+    pictures = Gallery(tmp_path).pictures
+    kept = {name for name in pictures if "/kept/" in name}
+    assert kept and all(pictures[name].any() for name in kept)
+    assert any(
+        not torch.equal(pictures[name], pictures.get(name.replace("kept", "real"), pictures[name])) for name in kept
+    )

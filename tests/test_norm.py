@@ -8,7 +8,7 @@ import pytest
 from fcil.experiment import execute
 from fcil.federation import engine
 from fcil.records import read_tensors
-from tests.conftest import FILES, TINY, tiny_plan
+from tests.conftest import GROUPED, TINY, tiny_plan
 from tests.test_every_method import accuracies
 from tests.test_resume import assert_same
 
@@ -19,7 +19,7 @@ def _one_core(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("method", FILES)
+@pytest.mark.parametrize("method", GROUPED)
 def test_every_method_learns_with_groups_and_resumes_to_the_same_bits(method: str, tmp_path: Path) -> None:
     wanted = tiny_plan(method, norm="group", tasks=2, rounds=8, steps=6, batch_size=32)
     lines = list(execute(wanted, tmp_path / "whole", "cpu", workers=1))

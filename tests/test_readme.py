@@ -58,11 +58,12 @@ def test_the_benchmark_file_in_the_readme_is_read(tmp_path: Path) -> None:
     (toml,) = blocks("toml")
     (tmp_path / "mine.toml").write_text(toml)
     made = benchmark(str(tmp_path / "mine.toml"))
-    assert (made.name, made.partition, made.class_share, made.joining, made.tasks) == (
+    assert (made.name, made.partition, made.class_share, made.joining, made.lag, made.tasks) == (
         "mine",
         "class_subset",
         0.3,
         5,
+        1,
         10,
     )
 

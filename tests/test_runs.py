@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from fcil.errors import UserError
+from fcil.plan import Plan, plan
 from fcil.results.runs import find, read_result, unfinished
 
 RESULT: dict[str, Any] = {
@@ -96,3 +97,10 @@ def test_a_result_that_cannot_be_used_is_named(tmp_path: Path, text: str, says: 
     assert str(tmp_path / "result.json") in str(error.value)
     with pytest.raises(UserError, match=says):
         read_result(tmp_path)
+
+
+def test_a_run_from_before_a_knob_is_still_the_same_run() -> None:
+    folder = Path(__file__).parent.parent / "results" / "digits" / "finetune" / "0"
+    assert "lag" not in (folder / "config.toml").read_text()
+    assert Plan.read(folder).same_as(plan("finetune")) and not Plan.read(folder).same_as(plan("finetune", seed=1))
+    assert not Plan.read(folder).same_as(plan("finetune", settings={"lag": 1}))

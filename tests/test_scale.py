@@ -18,7 +18,7 @@ from fcil.errors import UserError
 from fcil.experiment import Parts, assemble
 from fcil.federation import in_process
 from fcil.federation.loop import learn
-from fcil.federation.store import packed, unpacked
+from fcil.federation.store import Checkpoints, packed, unpacked
 from fcil.plan import plan
 from fcil.records import flatten, size_in_bytes
 from fcil.results import gallery
@@ -152,13 +152,15 @@ def rises(counts: list[int]) -> int:
 
 @pytest.fixture(scope="module")
 def long_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Parts, list[Seen]]:
-    """A run of 60 clients and 12 tasks with few caches and a small gallery, watched from line to line, without workers:
-    when they are started, and how much of theirs lives here, depends on how fast the machine is.
+    """A run of 60 clients and 12 tasks with few caches and a small gallery, watched from line to line.
+
+    It has no workers, and waits for checkpoints: what lives while these are at work depends on how fast the machine is.
     """
-    folder, made = tmp_path_factory.mktemp("long"), list[Parts]()
+    folder, made, save = tmp_path_factory.mktemp("long"), list[Parts](), Checkpoints.save
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(in_process, "MOST_CACHES", 8)
         patch.setattr(gallery, "ROWS", 3)
+        patch.setattr(Checkpoints, "save", lambda self, *parts: (save(self, *parts), self.wait()))
         patch.setattr(experiment, "assemble", lambda *a, **k: made.append(assemble(*a, **k)) or made[0])
         lines = experiment.execute(plan("hr-literal", SMALL, settings=FEW), folder, "cpu", workers=1)
         watched = [seen(made[0], line) for line in lines]

@@ -148,6 +148,62 @@ def test_joining_and_leaving_clients():
     assert len(scenario.local(gone.pop(), scenario.tasks[1]).labels) == 0
 
 
+def held_by_all(scenario):
+    """What each client present holds in every task, read as a run would read it."""
+    found = []
+    for task in scenario.tasks:
+        scenario.begin(task)
+        found.append({c: numbers(scenario.local(c, task)) for c in scenario.present(task)})
+    return found
+
+
+@pytest.mark.parametrize("more", [{}, {"joining": 2, "leaving": 1}, {"staying": 0.5}])
+def test_clients_behind_have_their_share_of_a_task_so_many_tasks_later(more):
+    usual, late = toy_scenario(**more), toy_scenario(lag=2, **more)
+    lags, then = late.lags.tolist(), held_by_all(usual)
+    assert set(lags) == {0, 1, 2} and len(lags) == late.schedule.total
+    for t, held in enumerate(held_by_all(late)):
+        assert held.keys() == then[t].keys(), "who is there does not change"
+        for client, images in held.items():
+            own = t - lags[client]
+            assert images == (then[own].get(client, []) if own >= 0 else [])
+    assert any(
+        {j for j, _ in images} <= set(late.tasks[0].new) for c, images in held.items() if lags[c] == 2 and images
+    )
+
+
+def test_shares_and_holdings_are_those_of_clients_behind():
+    late = toy_scenario(lag=1, staying=0.5, joining=2, leaving=1)
+    held, had = held_by_all(late), {}
+    for task, now in zip(late.tasks, held, strict=True):
+        share, so_far = late.share(task), late.holdings(task)
+        for client, images in now.items():
+            had.setdefault(client, set()).update(images)
+            counts = [[j for j, _ in some].count(slot) for some in (images, had[client]) for slot in range(12)]
+            assert share[client].tolist() == counts[:12] and so_far[client].tolist() == counts[12:]
+
+
+def test_lags_are_drawn_from_the_partitions_seed_and_nobody_is_behind_by_default():
+    one, same, other = (toy_scenario(seed, lag=3, clients=30) for seed in (1, 1, 2))
+    assert one.lags.tolist() == same.lags.tolist() != other.lags.tolist()
+    assert toy_scenario(1, lag=3, clients=30, sampling_seed=5).lags.tolist() == one.lags.tolist()
+    assert not toy_scenario().lags.any() and Benchmark().lag == 0
+    assert all(np.array_equal(a, b) for a, b in zip(toy_scenario().shares(), toy_scenario(lag=0).shares(), strict=True))
+
+
+def test_clients_behind_may_leave_new_classes_to_nobody():
+    everyone = toy_scenario(clients=1, active=1, lag=2, seed=next(s for s in range(20) if lag_of_one(s) == 2))
+    assert [table.sum() for table in everyone.shares()] == [0, 0, 80]
+    assert everyone.warnings == [
+        "1 of 1 clients have no image in some task; they answer with count 0",
+        "12 of 12 classes are held by no client when their task comes",
+    ]
+
+
+def lag_of_one(seed):
+    return toy_scenario(seed, clients=1, active=1, lag=2).lags[0]
+
+
 def test_holdout_replaces_the_test_images():
     plain, held = toy_scenario(), toy_scenario(holdout=0.25)
     task = plain.tasks[0]

@@ -4,7 +4,7 @@ They may pass a codec. Then new images pass it, too, or the network would learn 
 shown.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fcil.blocks.codec import Codec
+from fcil.blocks.losses import squared_error
 from fcil.blocks.training import by_class
 from fcil.errors import UserError
 from fcil.records import ByClass, Weights
@@ -141,3 +142,14 @@ def rehearsed(
     found = by_class(features, {j: images[data.labels == j] for j in data.classes()})
     rows = {j: (data.labels == j).nonzero()[:, 0][own] for j, own in herded(found, keep).items()}
     return updated(codec, fitted, kept, data, rows, keep)
+
+
+def pictured(
+    codec: Codec, fitted: Weights, kept: ByClass, data: LocalData, classes: Sequence[int]
+) -> tuple[ByClass, ByClass]:
+    """Return of each class the image at hand that an exemplar came from, or is most like, and the exemplar itself."""
+    first = recalled(codec, fitted, {j: kept[j][:1] for j in classes if j in kept})
+    exemplars = {j: own[0] for j, own in first.items()}
+    at_hand = {j: data.of(j) for j in classes if j in data.classes()}
+    off = {j: squared_error(own.float(), exemplars.get(j, own[0]).float()) for j, own in at_hand.items()}
+    return {j: own[off[j].argmin()] for j, own in at_hand.items()}, exemplars

@@ -17,6 +17,7 @@ from fcil.errors import UserError
 from fcil.records import ByClass, record
 from fcil.scenario.tasks import LocalData
 
+STREAM_REPLAYS = 50  # beside a single new image, as in the paper
 PLACE_BYTES = 4  # of what a client notes of a stream
 RATIOS = (3 / 4, 4 / 3)  # of a crop's sides
 TRIES = 16  # pairs of draws of which the first good one counts
@@ -46,6 +47,17 @@ def due(memory: Memory, data: LocalData, streams: bool, round: int, rounds: int)
         return torch.arange(len(data.labels), device=data.labels.device)
     stream = data.cached("stream", lambda draws: torch.randperm(len(data.labels), generator=draws, device=draws.device))
     return stream[int(memory.place.sum()) : len(stream) * (round + 1) // rounds]
+
+
+def portions(streams: bool, new: int, old: int, replay: int, batch_size: int) -> tuple[int, int, int]:
+    """Return how many new images a step has, how many steps there are (0: the protocol's), and how many are replayed.
+
+    In a stream each new image has a step to itself; while nothing can be replayed, all of them have one together.
+    """
+    if not streams:
+        return 0, 0, replay or batch_size
+    size, steps = (1, new) if old else (max(2, new), 1)
+    return size, steps, replay or STREAM_REPLAYS
 
 
 def keep(memory: Memory, data: LocalData, codes: Tensor, rows: Tensor, streams: bool, room: int, ends: bool) -> None:

@@ -12,7 +12,19 @@ from torch.nn import functional as F
 
 from fcil.blocks.losses import masked
 from fcil.blocks.training import by_class
-from fcil.records import ByClass, record
+from fcil.records import ByClass, Weights, record
+
+
+@record
+class Model:
+    """A server's state and broadcast, where a head serves training only and means classify."""
+
+    weights: Weights
+    old_weights: Weights  # the global model after the last task
+    new: Tensor  # classes of this task, as a mask
+    old: Tensor  # classes of earlier tasks
+    means: Tensor  # of the exemplars' features by class, of length 1; 0 where nobody has an exemplar
+    codec: Weights  # what was fitted of the exemplars' codec
 
 
 @record

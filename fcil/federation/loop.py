@@ -5,6 +5,7 @@ shows progress, writes the ledger, saves checkpoints or stops; there are no call
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from fcil.scenario.scenario import Scenario
 from fcil.scenario.tasks import Task
 
 Line = dict[str, Any]
+OVER = object()
 Scored = list[tuple[Tensor, Tensor]]  # by task: the scores of its test images, and their labels
 
 
@@ -29,7 +31,7 @@ def learn(scenario: Scenario, server: Server, clients: Door, engine: Engine) -> 
     parts = scenario, server, clients, engine
     for task in scenario.tasks[clients.cursor.task :]:
         clients.begin(task)
-        for _ in server.learn_task(task, clients):
+        for _ in rounds_of(server.learn_task(task, clients), clients):
             clients.finish()
             every = clients.protocol.evaluate_every
             if every and clients.stage == "train" and (clients.round + 1) % every == 0:
@@ -40,6 +42,18 @@ def learn(scenario: Scenario, server: Server, clients: Door, engine: Engine) -> 
         line = _task_line(task, *parts)
         clients.cursor.enter(task.index + 1)
         yield line
+
+
+def rounds_of(script: Iterator[None], clients: Door) -> Iterator[None]:
+    """Go from one end of a round to the next; time that no answer took is the server's own."""
+    while True:
+        start, before = time.perf_counter(), sum(clients.tally.seconds.values())
+        over = next(script, OVER)
+        asked = sum(clients.tally.seconds.values()) - before
+        clients.tally.seconds["server"] += max(0.0, time.perf_counter() - start - asked)
+        if over is OVER:
+            return
+        yield
 
 
 def _round_line(clients: Door) -> Line:

@@ -7,8 +7,10 @@ import torch
 
 from fcil.blocks.codec import Statistics, TransformCodec
 from fcil.blocks.quantizer import Cells, moved
+from fcil.federation.fitting import rate
 from fcil.method import Clients, remote
 from fcil.records import Done
+from fcil.scenario.benchmarks import Protocol
 from fcil.scenario.tasks import LocalData, Task
 from fcil.seeds import seed_of
 
@@ -21,6 +23,11 @@ def fedavg(
         updates = clients.ask(clients.sample(), train, server.broadcast())
         server.state.weights = updates.mean("weights")
         yield
+
+
+def pace(protocol: Protocol, round: int) -> float:
+    """Return the factor of the clients' learning rate in a round of a task, for what a server trains beside them."""
+    return rate(protocol, round / protocol.rounds, (round + 1) / protocol.rounds)
 
 
 @remote

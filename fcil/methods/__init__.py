@@ -38,6 +38,7 @@ _hr = partial(
     Entry, "fcil.methods.hr", paper="Khademi Nori et al. 2025, ours",
     keeps="codes", sends="weights, class means, moments of images",
 )  # fmt: skip
+_fedftg = partial(Entry, "fcil.methods.fedftg", paper="Zhang et al. 2022", sends="weights, counts of images by class")
 _literal = partial(
     Entry, "fcil.methods.hr_literal", paper="Khademi Nori et al. 2025", keeps="codes", sends="weights, class means"
 )
@@ -70,21 +71,38 @@ METHODS = {
         "fcil.methods.podnet", "exemplars", "keeps pooled maps where they were; ten proxies a class",
         paper="Douillard et al. 2020", keeps="exemplars", sends="weights, proxies of new classes",
     ),
-    "ssil": Entry(
-        "fcil.methods.ssil", "exemplars", "old and new classes never compete in one softmax",
-        paper="Ahn et al. 2021", keeps="exemplars",
+    "dde": Entry(
+        "fcil.methods.dde", "exemplars", "learns an image with its neighbours in old features, unbiased by momentum",
+        paper="Hu et al. 2021", keeps="exemplars", sends="weights, mean feature",
     ),
     "geodl": Entry(
         "fcil.methods.geodl", "exemplars", "iCaRL with features held along geodesics, not outputs", captured=False,
         paper="Simon et al. 2021", keeps="exemplars", sends="weights, means of exemplars' features",
     ),
-    "dde": Entry(
-        "fcil.methods.dde", "exemplars", "learns an image with its neighbours in old features, unbiased by momentum",
-        paper="Hu et al. 2021", keeps="exemplars", sends="weights, mean feature",
+    "ssil": Entry(
+        "fcil.methods.ssil", "exemplars", "old and new classes never compete in one softmax",
+        paper="Ahn et al. 2021", keeps="exemplars",
     ),
     "glfc": Entry(
         "fcil.methods.glfc", "exemplars", "even pace of old and new classes; a proxy server picks teachers",
         paper="Dong et al. 2022", keeps="exemplars, an entropy", sends="weights, gradients of prototypes",
+    ),
+    "fedftg": _fedftg("data-free", "tunes each average on images made up to be hard; an old model teaches, too"),
+    "fedftg-plain": _fedftg(
+        "data-free", "the same as published: nobody teaches old classes",
+        {"old_teacher": False, "student_norm": "batch"},
+    ),
+    "fedspace": Entry(
+        "fcil.methods.fedspace", "data-free", "prototypes with noise, rotations and a contrast; begins with fractals",
+        paper="Shenaj et al. 2023", sends="weights, class means, a radius",
+    ),
+    "target": Entry(
+        "fcil.methods.target", "data-free", "distils the old model on images that the server makes from it",
+        paper="Zhang et al. 2023",
+    ),
+    "mfcl": Entry(
+        "fcil.methods.mfcl", "data-free", "a generator trained without data stands in for old classes",
+        paper="Babakniya et al. 2023",
     ),
     "remind": Entry(
         "fcil.methods.remind", "hybrid", "frozen lower layers; replays quantised maps into the upper ones",
@@ -93,6 +111,10 @@ METHODS = {
     "remind-plus": Entry(
         "fcil.methods.remind_plus", "hybrid", "REMIND split earlier, with an autoencoder of maps (our reading)",
         paper="Wang et al. 2021, our reading", keeps="codes of maps", sends="weights, sums of codes by centre",
+    ),
+    "ictrl": Entry(
+        "fcil.methods.ictrl", "hybrid", "encoder and decoder play over coding rates; classes are subspaces",
+        paper="Tong et al. 2023", sends="weights, moments of features",
     ),
     "hr": _hr("hybrid", "Hybrid Replay made to work: a fixed codec, one image domain"),
     "hr-mini": _hr("ablation", "with a tenth of the memory", {"memory_share": 0.1}),

@@ -17,12 +17,22 @@ from torch import Tensor, nn
 
 from fcil.blocks.codec import Fitted, named
 from fcil.blocks.correction import corrected, newton_step, slopes
-from fcil.blocks.exemplars import labels_of, passed, quotas, recalled, room_for_one, shares, shuffled_rows, updated
+from fcil.blocks.exemplars import (
+    labels_of,
+    passed,
+    pictured,
+    quotas,
+    recalled,
+    room_for_one,
+    shares,
+    shuffled_rows,
+    updated,
+)
 from fcil.blocks.losses import cross_entropy, distillation, masked
 from fcil.blocks.training import in_parts, loaded, weights_of
 from fcil.federation.rounds import fedavg, fit_codec, measure
 from fcil.knobs import knob
-from fcil.method import Batch, Clients, Fit, Method, Nets, Pool, Setting, Training, remote
+from fcil.method import Batch, Clients, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
 from fcil.records import ByClass, Done, Update, Weights, record
 from fcil.scenario.tasks import LocalData, Task, mask
 
@@ -212,6 +222,9 @@ class Client:
     def predict(self, message: Model, images: Tensor) -> Tensor:
         logits = loaded(self.net, message.weights)(images)
         return masked(corrected(logits, message.alpha, message.beta), message.new | message.old)
+
+    def look(self, memory: Memory, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:
+        return Pictures(*pictured(self.codec, message.codec, memory.exemplars, data, classes), {})
 
 
 METHOD = Method(Config, Server, Client, Memory)

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fcil.blocks.codec import named
-from fcil.blocks.exemplars import recalled, rehearsed, room_for_one, with_replay
+from fcil.blocks.exemplars import pictured, recalled, rehearsed, room_for_one, with_replay
 from fcil.blocks.losses import cross_entropy
-from fcil.blocks.nearest_mean import FeatureSums, class_means, feature_sums, nearest_or_head
+from fcil.blocks.nearest_mean import FeatureSums, Model, class_means, feature_sums, nearest_or_head
 from fcil.blocks.subspaces import geodesic, principal
 from fcil.blocks.training import features_of, loaded, weights_of
 from fcil.federation.rounds import fedavg, fit_codec, measure
 from fcil.knobs import knob
-from fcil.method import Batch, Clients, Fit, Method, Nets, Pool, Setting, Training, remote
+from fcil.method import Batch, Clients, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
 from fcil.networks.heads import pooled
-from fcil.records import ByClass, Update, Weights, record
+from fcil.records import ByClass, Update, record
 from fcil.scenario.tasks import LocalData, Task, mask
 
 FEWEST = 4  # images in a batch that make a subspace
@@ -51,18 +51,6 @@ class Config:
     )
     grid: int = knob(2, "side of the grid to which maps are averaged for the term; 1 is what the head sees", least=1)
     exemplar_codec: str = knob("raw", "how exemplars are kept: raw, or klt, dct or webp and its bytes, as webp:300")
-
-
-@record
-class Model:
-    """The server's state, and what it broadcasts."""
-
-    weights: Weights
-    old_weights: Weights  # the global model after the last task
-    new: Tensor  # classes of this task, as a mask
-    old: Tensor  # classes of earlier tasks
-    means: Tensor  # of the exemplars' features by class, of length 1; 0 where nobody has an exemplar
-    codec: Weights  # what was fitted of the exemplars' codec
 
 
 @record
@@ -148,6 +136,9 @@ class Client:
     def predict(self, message: Model, images: Tensor) -> Tensor:
         features = loaded(self.net, message.weights).features(images)  # type: ignore[operator]
         return nearest_or_head(features, self.net.head, message.means, message.new, message.old)
+
+    def look(self, memory: Memory, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:
+        return Pictures(*pictured(self.codec, message.codec, memory.exemplars, data, classes), {})
 
 
 def geodesic_loss(old: Tensor, new: Tensor, form: str, centre: str) -> Tensor:

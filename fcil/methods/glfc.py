@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from fcil.blocks import inversion
 from fcil.blocks.augment import augmented
 from fcil.blocks.codec import named
-from fcil.blocks.exemplars import passed, recalled, rehearsed, room_for_one, with_replay
+from fcil.blocks.exemplars import passed, pictured, rehearsed, room_for_one, with_replay
 from fcil.blocks.losses import binary_cross_entropies, masked
 from fcil.blocks.training import as_bytes, by_class, features_of, in_parts, loaded, normal, weights_of
 from fcil.federation.rounds import fit_codec, measure
@@ -191,7 +191,7 @@ class Server:
     def proxy_accuracy(self, seed: int) -> float:
         """Return the global model's accuracy on the proxy set, whose images are augmented as in training."""
         s = self.state
-        device = next(iter(s.weights.values())).device
+        device = torch.device(self.setting.device)
         images = s.proxies.to(device).to(torch.get_default_dtype()) / 255
         images = augmented(images, self.setting.augment, torch.Generator(device).manual_seed(seed))
         net, size = loaded(self.net.to(device), s.weights), max(1, 2**17 // images[0].numel())
@@ -301,11 +301,7 @@ class Client:
         return masked(loaded(self.net, message.weights)(images), message.seen)
 
     def look(self, memory: Memory, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:
-        some = {j: memory.exemplars[j][:1] for j in classes if j in memory.exemplars}
-        kept = {j: images[0] for j, images in recalled(self.codec, message.codec, some).items()}
-        real = {j: data.of(j) for j in classes if j in data.classes()}
-        off = {j: (own.float() - kept.get(j, own[0]).float()).flatten(1).norm(dim=1) for j, own in real.items()}
-        return Pictures({j: own[off[j].argmin()] for j, own in real.items()}, kept, {})
+        return Pictures(*pictured(self.codec, message.codec, memory.exemplars, data, classes), {})
 
 
 def compensation(logits: Tensor, labels: Tensor, learned: Tensor) -> Tensor:

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from fcil.blocks.codec import named
-from fcil.blocks.exemplars import recalled, rehearsed, room_for_one, with_replay
+from fcil.blocks.exemplars import pictured, recalled, rehearsed, room_for_one, with_replay
 from fcil.blocks.losses import binary_cross_entropy
-from fcil.blocks.nearest_mean import FeatureSums, class_means, feature_sums, nearest_or_head
+from fcil.blocks.nearest_mean import FeatureSums, Model, class_means, feature_sums, nearest_or_head
 from fcil.blocks.training import features_of, loaded, weights_of
 from fcil.federation.rounds import fedavg, fit_codec, measure
 from fcil.knobs import knob
-from fcil.method import Batch, Clients, Fit, Method, Nets, Pool, Setting, Training, remote
-from fcil.records import ByClass, Update, Weights, record
+from fcil.method import Batch, Clients, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
+from fcil.records import ByClass, Update, record
 from fcil.scenario.tasks import LocalData, Task, mask
 
 
@@ -37,18 +37,6 @@ class Config:
     mask_absent_new: bool = knob(
         False, "leave out new classes that a client has no image of, which else are pushed down"
     )
-
-
-@record
-class Model:
-    """The server's state, and what it broadcasts."""
-
-    weights: Weights
-    old_weights: Weights  # the global model after the last task
-    new: Tensor  # classes of this task, as a mask
-    old: Tensor  # classes of earlier tasks
-    means: Tensor  # of the exemplars' features by class, of length 1; 0 where nobody has an exemplar
-    codec: Weights  # what was fitted of the exemplars' codec
 
 
 @record
@@ -122,6 +110,9 @@ class Client:
     def predict(self, message: Model, images: Tensor) -> Tensor:
         features = loaded(self.net, message.weights).features(images)  # type: ignore[operator]
         return nearest_or_head(features, self.net.head, message.means, message.new, message.old)
+
+    def look(self, memory: Memory, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:
+        return Pictures(*pictured(self.codec, message.codec, memory.exemplars, data, classes), {})
 
 
 def loss(nets: Nets, batch: Batch, given: Given) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fcil.blocks.feature_replay import Memory, due, keep, recalled, replay_loss, room_for
+from fcil.blocks.feature_replay import Memory, due, keep, portions, recalled, replay_loss, room_for
 from fcil.blocks.losses import cross_entropy, masked
 from fcil.blocks.quantizer import Cells, cells, code_bytes, coded, decoded, no_codebooks, quantised, vectors
 from fcil.blocks.training import in_parts, loaded, weights_of
@@ -30,8 +30,6 @@ from fcil.networks.map_autoencoder import MapAutoEncoder
 from fcil.networks.split import SplitClassifier
 from fcil.records import Done, Update, Weights, record
 from fcil.scenario.tasks import LocalData, Task, mask
-
-STREAM_REPLAYS = 50  # beside a single new image, as in REMIND
 
 
 @dataclass(frozen=True)
@@ -149,8 +147,8 @@ class Client:
         codes, old = self.codes(data, message), data.cached("old", lambda _: recalled(memory.codes, data))
         once = self.config.single_pass
         new = due(memory, data, once, message.round, self.setting.protocol.rounds)
-        size, steps = (0, 0) if not once else (1, len(new)) if len(old[1]) else (max(2, len(new)), 1)
-        again = self.config.replay or (STREAM_REPLAYS if once else self.setting.protocol.batch_size)
+        batch_size = self.setting.protocol.batch_size
+        size, steps, again = portions(once, len(new), len(old[1]), self.config.replay, batch_size)
         load |= {"autoencoder": message.autoencoder}
         if once:  # from the next time on they are replayed, too
             keep(memory, data, codes, new, once, self.setting.budget.at(data.task), ends=False)

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fcil.blocks.codec import Fitted, named
-from fcil.blocks.exemplars import labels_of, passed, quotas, recalled, room_for_one, shuffled_rows, updated
+from fcil.blocks.exemplars import labels_of, passed, pictured, quotas, recalled, room_for_one, shuffled_rows, updated
 from fcil.blocks.losses import masked
 from fcil.blocks.training import loaded, weights_of
 from fcil.federation.rounds import fedavg, fit_codec, measure
 from fcil.knobs import knob
-from fcil.method import Batch, Clients, Fit, Method, Nets, Pool, Setting, Training, remote
+from fcil.method import Batch, Clients, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
 from fcil.records import ByClass, Done, Update, Weights, record
 from fcil.scenario.tasks import LocalData, Task
 
@@ -124,6 +124,9 @@ class Client:
 
     def predict(self, message: Model, images: Tensor) -> Tensor:
         return masked(loaded(self.net, message.weights)(images), message.came >= 0)
+
+    def look(self, memory: Memory, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:
+        return Pictures(*pictured(self.codec, message.codec, memory.exemplars, data, classes), {})
 
 
 def separated_cross_entropy(logits: Tensor, labels: Tensor, came: Tensor) -> Tensor:

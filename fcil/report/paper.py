@@ -1,4 +1,4 @@
-"""Table 2 of the Hybrid Replay paper (ICLR 2025, arXiv 2501.15356), as data.
+"""Tables 1 and 2 of the Hybrid Replay paper (ICLR 2025, arXiv 2501.15356), as data.
 
 These are claims of the paper, not measurements of ours. Table 2 is final accuracy in percent, with standard errors over
 10 runs: the curves of the paper's Figure 3 end at its values, and their means lie 9 to 14 points higher.
@@ -57,3 +57,23 @@ def claim(benchmark: str, method: str) -> Claim | None:
     if name not in PAPER_FINAL.get(benchmark, {}):
         return None
     return Claim(PAPER_FINAL[benchmark][name], PAPER_SEM[benchmark][name])
+
+
+# Table 1, in few words: classification, quantisation, learning scenario, latent space, architectural simplicity
+PAPER_TABLE_1 = {
+    "hr": (
+        "in the latent space, Euclidean distance", "would be straightforward", "offline",
+        "structured: Lennard-Jones potential", "clean and minimalistic",
+    ),
+    "remind": (
+        "after decoding, cross-entropy", "of latent exemplars", "online", "unstructured",
+        "ad hoc, unnecessarily complex",
+    ),
+    "remind-plus": (
+        "after decoding, cross-entropy", "of features", "online", "unstructured", "ad hoc, overly complex",
+    ),
+    "ictrl": (
+        "in the latent space, Euclidean distance", "would be straightforward", "offline",
+        "structured: linear discriminative representation", "clean and minimalistic",
+    ),
+}  # fmt: skip

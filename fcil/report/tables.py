@@ -136,7 +136,7 @@ def _markdown_section(section: Section) -> str:
     columns = _columns(section)
 
     def cell(column: _Column, row: Row) -> str:
-        text = _markdown(column.cell(row))
+        text = markdown_text(column.cell(row))
         if column.header == "method" and row.method in BOUNDS:
             return f"*{text}*"
         return f"**{text}**" if column.header == "final" and row is section.best else text
@@ -147,10 +147,11 @@ def _markdown_section(section: Section) -> str:
         *([cell(column, row) for column in columns] for row in section.rows),
     ]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"### {_markdown(section.title)}\n\n{table}\n\n{_notes(section, columns)}\n"
+    return f"### {markdown_text(section.title)}\n\n{table}\n\n{_notes(section, columns)}\n"
 
 
-def _markdown(text: str) -> str:
+def markdown_text(text: str) -> str:
+    """Return text with what Markdown would read as its own escaped."""
     return "".join(f"\\{c}" if c in "\\`*_|[]<>" else c for c in text)
 
 
@@ -158,7 +159,7 @@ def _latex_section(section: Section) -> str:
     columns = _columns(section)
 
     def cell(column: _Column, row: Row) -> str:
-        text = _latex(column.cell(row))
+        text = latex_text(column.cell(row))
         if column.header == "method":
             return rf"\textit{{{text}}}" if row.method in BOUNDS else text
         text = f"$-${text[1:]}" if text.startswith("-") else text
@@ -173,7 +174,7 @@ def _latex_section(section: Section) -> str:
         [
             r"\begin{table}",
             r"\centering",
-            rf"\caption{{{_latex(section.title)}. {_latex(_notes(section, columns))}}}",
+            rf"\caption{{{latex_text(section.title)}. {latex_text(_notes(section, columns))}}}",
             rf"\begin{{tabular}}{{@{{}}l{'r' * (len(columns) - 1)}@{{}}}}",
             r"\toprule",
             " & ".join(column.header for column in columns) + r" \\",
@@ -193,5 +194,6 @@ _LATEX = {
 }  # fmt: skip
 
 
-def _latex(text: str) -> str:
+def latex_text(text: str) -> str:
+    """Return text with what LaTeX would read as its own escaped."""
     return "".join(_LATEX.get(c, c) for c in text)

@@ -100,6 +100,19 @@ class Gallery:
         return [first, *(self.pictures.get(f"{t}/kept/{j}") for t in range(tasks) if pictured(t, tasks)), last]
 
 
+def save_grid(path: Path, pictures: Tensor) -> None:
+    """Draw rows and columns of pictures, uint8 (rows, columns, channels, height, width)."""
+    rows, columns, width = pictures.shape[0], pictures.shape[1], pictures.shape[-1]
+    cell = GAP + width * max(1, -(-CELL // width))
+    page = Image.new("RGB", (columns * cell + GAP, rows * cell + GAP), PAPER)
+    for y, row in enumerate(pictures.cpu()):
+        for x, picture in enumerate(row):
+            shown = _image(picture).resize((cell - GAP, cell - GAP), Image.Resampling.NEAREST)
+            page.paste(shown, (GAP + x * cell, GAP + y * cell))
+    with whole(path) as partial:
+        page.save(partial, format="PNG")
+
+
 def _image(picture: Tensor) -> Image.Image:
     colours = picture.expand(3, -1, -1) if len(picture) != 3 else picture
     return Image.fromarray(colours.to(torch.uint8).permute(1, 2, 0).contiguous().numpy())

@@ -19,8 +19,8 @@ all of them but the last, and `measured` is what the method says of itself. Hybr
 accuracy on the old exemplars that were replayed: far above `old`, it shows that replay no longer stands for the images
 it was made from. `decomposition` says which pairs of classes are confused, and whether they meet in one client
 (docs/forgetting.md). Seconds and bytes down and up are those since the line before, so a task line has what followed
-its last round, and the cost of a task or a run is the sum over its lines. The parts of `seconds` do not overlap. A
-number that is not finite is written as null.
+its last round, and the cost of a task or a run is the sum over its lines. The parts of `seconds` do not overlap;
+`server` is what it computed by itself. A number that is not finite is written as null.
 
 Each line goes to the file in one write, so a killed run leaves at most one torn line, at the end, which no reader
 trusts. All results are computed from these lines.

@@ -57,6 +57,12 @@ class Benchmark:
     staying: float = knob(
         0.0, "share of the clients that keep the previous task's images instead of new ones", least=0, most=1
     )
+    lag: int = knob(
+        0,
+        "most tasks that a client is behind: each has a number of its own, from 0 to this, gets its share of a task so "
+        "many tasks later, and has nothing before; 0 is all at the same task",
+        least=0,
+    )
     memory: float = knob(
         20.0, "memory a class, in raw images: over the federation, or per client (memory_scope)", least=0
     )

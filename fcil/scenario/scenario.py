@@ -82,6 +82,9 @@ class Scenario:
         self._deals: list[Deal] = []
         for task in self.tasks:
             self._deal(task)
+        self.lags = self._draw_lags()
+        if b.lag:
+            self._deals, self._stayed = self._delayed()
         self._begun = 0
         self.warnings = self._oddities()
 
@@ -161,6 +164,22 @@ class Scenario:
         both = [c for c in self.present(task) if c in before]
         rng = np.random.default_rng(seed_of(self.partition_seed, "staying", task.index))
         return set(rng.permutation(both)[: round(self.benchmark.staying * len(both))].tolist())
+
+    def _draw_lags(self) -> Indices:
+        """Return by how many tasks each client is behind."""
+        rng = np.random.default_rng(seed_of(self.partition_seed, "lag"))
+        return rng.integers(0, self.benchmark.lag + 1, self.schedule.total)
+
+    def _delayed(self) -> tuple[list[Deal], list[set[int]]]:
+        """Return what clients hold, and which of them stayed, each in its own time: behind by its lag."""
+        deals, stayed = [], []
+        for task in self.tasks:
+            present = self.present(task)
+            own = {c: task.index - int(self.lags[c]) for c in present}
+            shares = {c: self._deals[t].of(c) if t >= 0 else NONE for c, t in own.items()}
+            deals.append(Deal(np.array(present, dtype=np.int64), shares))
+            stayed.append({c for c, t in own.items() if t >= 0 and c in self._stayed[t]})
+        return deals, stayed
 
     def _oddities(self) -> list[str]:
         found = []

@@ -1,0 +1,272 @@
+"""FedFTG: after every average, the server tunes the model on images that it makes up to be hard.
+
+Zhang, Shen, Ding, Tao and Duan, "Fine-tuning Global Model via Data-Free Knowledge Distillation for Non-IID Federated
+Learning", CVPR 2022. A generator on the server learns to make images of a given class on which the averaged model and
+a client's disagree; then the averaged model learns what the clients' models say of them. How many images of a class a
+client has tells how much its model's word on that class counts. Clients keep nothing, and send counts beside weights.
+
+The paper knows no tasks, and as published (`fedftg-plain`) it forgets: nobody has images of old classes, so none are
+made. Here the model of the last task is one more teacher, of the old classes. Its counts are what the clients of a
+round had of them when they were new. Every teacher, and a client's own training, compares its own classes only: made-up
+images are too far from real ones to tell from them how old and new classes compare.
+"""
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fcil.blocks.losses import cross_entropy
+from fcil.blocks.softmax import Model, scores
+from fcil.blocks.training import as_bytes, loaded, normal, weights_of
+from fcil.federation.rounds import pace
+from fcil.knobs import knob
+from fcil.method import Batch, Clients, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
+from fcil.networks.conditional_generator import ConditionalGenerator
+from fcil.records import ByClass, Nothing, Weights, record
+from fcil.scenario.tasks import LocalData, Task, mask
+from fcil.seeds import seed_of
+
+
+@dataclass(frozen=True)
+class Config:
+    """The knobs."""
+
+    lr: float = knob(0.01, "learning rate of the clients' SGD", above=0)
+    old_teacher: bool = knob(
+        True, "the last task's model teaches old classes, and each teacher only its own; false is as published"
+    )
+    iterations: int = knob(10, "batches of made images in a round, each for the generator, then the model", least=1)
+    fakes: int = knob(
+        32, "images in such a batch; with 32 and five clients at protocol short, server and clients compute alike",
+        least=2,
+    )  # fmt: skip
+    student_steps: int = knob(5, "steps of the model on each batch", least=1)
+    student_lr: float = knob(0.1, "learning rate of these; the loss is a mean over outputs, too", above=0)
+    student_decay: float = knob(1e-3, "their weight decay", least=0)
+    student_norm: str = knob(
+        "clients",
+        "what batch norm goes by in these: the clients' statistics, or each batch of made images by its own as in the "
+        "released code; afterwards the clients' stand in either case",
+        choices=("clients", "batch"),
+    )
+    generator_lr: float = knob(
+        0.01, "learning rate of the generator's Adam; both follow the clients' schedule", above=0
+    )
+    classify: float = knob(1.0, "to the generator, weight of an image being of its class", least=0)
+    diversify: float = knob(1.0, "to the generator, weight of images being different where their noise is", least=0)
+    latent: int = knob(256, "numbers in the generator's noise", least=1)
+    code_quirk: bool = knob(False, "average a batch's cross-entropy before weighing it, as the released code does")
+
+
+@record
+class Message(Model):
+    """What the server broadcasts."""
+
+    old: Tensor  # classes that the old model teaches, as a mask; none if there is no such teacher
+
+
+@record
+class State(Message):
+    """The server's own: beside that, what it tunes the average with."""
+
+    old_weights: Weights  # the global model after the last task; empty if it does not teach
+    counts: Tensor  # images of each class that the clients of a round had, on average over its task
+    generator: Weights
+
+
+@record
+class Update:
+    """A locally trained network, and how many images of each class it has seen."""
+
+    weights: Weights
+    count: int
+    counts: Tensor
+
+
+class Teacher(NamedTuple):
+    """A network to learn from."""
+
+    net: nn.Module
+    knows: Tensor  # its own classes, as a mask
+    share: Tensor  # of the images that all teachers have of each class
+
+
+class Server:
+    """Averages what the clients train, then tunes the average on images that a generator makes."""
+
+    def __init__(self, config: Config, setting: Setting):
+        self.config, self.setting, self.student = config, setting, setting.classifier()
+        width: int = self.student.body.begins  # type: ignore[assignment]
+        self.generator = ConditionalGenerator(config.latent, setting.capacity, setting.shape, width)
+        self.scratch: list[nn.Module] = []  # networks for teachers, as many as a round ever had
+        nothing, weights = mask((), setting.capacity), weights_of(self.student)
+        counts = torch.zeros(setting.capacity)
+        self.state = State(weights, nothing, nothing, {}, counts, weights_of(self.generator))
+
+    def broadcast(self) -> Message:
+        return Message(self.state.weights, self.state.seen, self.state.old)
+
+    def learn_task(self, task: Task, clients: Clients) -> Iterator[None]:
+        if clients.once("keep the old model"):
+            taught = task.old if self.config.old_teacher else ()
+            self.state.old_weights = self.state.weights if taught else {}
+            self.state.seen, self.state.old = (mask(own, self.setting.capacity) for own in (task.seen, taught))
+        for round in clients.rounds():
+            self.learn_round(clients, task, round)
+            yield
+
+    def learn_round(self, clients: Clients, task: Task, round: int) -> None:
+        """Average what the clients of a round train, and let them teach the average."""
+        s = self.state
+        updates = clients.ask(clients.sample(), Client.train, self.broadcast())
+        came = [update for update in updates if update.count]  # only of these the single models are needed
+        s.weights = updates.mean("weights")
+        if came:
+            counts = torch.stack([update.counts.cpu() for update in came]).to(s.counts)
+            self.tune([update.weights for update in came], counts, round, seed_of("fakes", task.index, round))
+            s.counts = torch.where(s.old, s.counts, s.counts + (counts.sum(0) - s.counts) / (round + 1))
+
+    def tune(self, weights: list[Weights], counts: Tensor, round: int, seed: int) -> None:
+        """Let generator and averaged model learn in turn, from clients with these weights and counts by class."""
+        c, s, device = self.config, self.state, torch.device(self.setting.device)
+        knows = s.seen & ~s.old | (counts > 0)
+        if s.old_weights:
+            weights, knows = [*weights, s.old_weights], torch.cat([knows, s.old[None]])
+            counts = torch.cat([counts, (s.counts * s.old)[None]])
+        share = shares(counts)
+        compared = ((share > 0).to(counts).T @ knows.to(counts) > 0).to(device)  # classes, for images of each class
+        teachers = self.teachers(weights, knows.to(device), share.to(device))
+        student, generator = self.student.to(device), self.generator.to(device)
+        loaded(student, s.weights), loaded(generator, s.generator)
+        random, factor = torch.Generator().manual_seed(seed), pace(self.setting.protocol, round)
+        labels = torch.multinomial(counts.sum(0), c.iterations * c.fakes, replacement=True, generator=random)
+        noise = normal((len(labels), c.latent), random).to(device)
+        adam = torch.optim.Adam(generator.parameters(), c.generator_lr * factor, fused=True)
+        sgd = torch.optim.SGD(student.parameters(), c.student_lr * factor, weight_decay=c.student_decay, fused=True)
+        for z, y in zip(torch.split(noise, c.fakes), torch.split(labels.to(device), c.fakes), strict=True):
+            student.eval()
+            generator.train()
+            for teacher in teachers:
+                images = generator(z, y)
+                same = c.diversify / len(teachers) * sameness(z, images)
+                descend(self.ease(student.normalise.pixels(images), y, teacher) + same, adam)
+            student.train(c.student_norm == "batch")
+            generator.eval()
+            with torch.no_grad():
+                images = student.normalise.pixels(generator(z, y))
+                target = ensemble([teacher.net(images) for teacher in teachers], y, teachers)
+            for _ in range(c.student_steps):
+                descend(soft_cross_entropy(student(images), target, compared[y]), sgd)
+        learned = {name for name, _ in student.named_parameters()}
+        statistics = {name: value for name, value in s.weights.items() if name not in learned}
+        s.weights, s.generator = weights_of(student) | statistics, weights_of(generator)
+
+    def teachers(self, weights: list[Weights], knows: Tensor, share: Tensor) -> list[Teacher]:
+        """Put weights into networks; memory for these is taken once."""
+        while len(self.scratch) < len(weights):
+            self.scratch.append(deepcopy(self.student).requires_grad_(False))
+        nets = (loaded(net.to(knows.device), own) for net, own in zip(self.scratch, weights, strict=False))
+        return [Teacher(*parts) for parts in zip(nets, knows, share, strict=True)]
+
+    def ease(self, images: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
+        """Return what the generator lowers for one teacher: how far student and teacher agree, and err on the class."""
+        said, weight = teacher.net(images), teacher.share[labels]
+        wrong = classification(said, labels, teacher.knows, weight, self.config.code_quirk)
+        return self.config.classify * wrong - disagreement(self.student(images), said, teacher.knows, weight)
+
+    @torch.no_grad()
+    def look(self) -> ByClass:
+        """Show an image that the generator makes of each class seen."""
+        s, device = self.state, torch.device(self.setting.device)
+        classes = s.seen.nonzero()[:, 0]
+        noise = normal((len(classes), self.config.latent), torch.Generator().manual_seed(seed_of("look"))).to(device)
+        made = loaded(self.generator.to(device), s.generator)(noise, classes.to(device))
+        images = as_bytes(self.student.to(device).normalise.pixels(made)).cpu()
+        return dict(zip(classes.tolist(), images, strict=True))
+
+
+class Client:
+    """Trains on the images of the current task, and counts them."""
+
+    def __init__(self, config: Config, setting: Setting):
+        self.config, self.net = config, setting.classifier()
+
+    def networks(self) -> dict[str, nn.Module]:
+        return {"net": self.net}
+
+    @remote
+    def train(self, memory: Nothing, data: LocalData, message: Message) -> Training[Update]:
+        # a client that stayed behind holds old classes, too
+        held = mask(tuple(data.classes()), len(message.seen)).to(message.seen.device)
+        trained = yield Fit(
+            loss, load={"net": message.weights}, trains=("net",), lr=self.config.lr,
+            pool=Pool(data.images, data.labels), given=message.seen & ~message.old | held,
+        )  # fmt: skip
+        return Update(trained.weights, trained.count, torch.bincount(data.labels, minlength=len(held)))
+
+    def predict(self, message: Message, images: Tensor) -> Tensor:
+        return scores(self.net, message, images)
+
+    def look(self, memory: Nothing, data: LocalData, message: Message, classes: tuple[int, ...]) -> Pictures:
+        return Pictures({j: data.of(j)[0] for j in classes if j in data.classes()}, {}, {})
+
+
+def loss(nets: Nets, batch: Batch, classes: Tensor) -> Tensor:
+    """Cross-entropy among the client's own classes; as published, among all seen."""
+    return cross_entropy(nets["net"](batch.images), batch.labels, classes)
+
+
+def shares(counts: Tensor) -> Tensor:
+    """Return alpha: of the images that all teachers have of a class, the share of each; 0 where there are none."""
+    return counts / counts.sum(0).clamp_min(1e-12)
+
+
+def disagreement(student: Tensor, teacher: Tensor, classes: Tensor, weight: Tensor) -> Tensor:
+    """Mean difference of the logits of `classes`; every image counts by its weight."""
+    return (weight * ((student - teacher).abs() * classes).sum(1) / classes.sum()).mean()
+
+
+def classification(logits: Tensor, labels: Tensor, classes: Tensor, weight: Tensor, code_quirk: bool) -> Tensor:
+    """Cross-entropy among `classes`; every image counts by its weight, which is 0 where the label is none of them."""
+    each = F.cross_entropy(_low(logits, classes), labels, reduction="none")
+    if code_quirk:
+        known = classes[labels].to(each)
+        each = (each * known).sum() / known.sum().clamp_min(1)
+    return (weight * each).mean()
+
+
+def sameness(noise: Tensor, images: Tensor) -> Tensor:
+    """What falls as images differ where their noise does: e to the minus mean product of both distances of a pair."""
+    apart = (noise[:, None] - noise).square().mean(2)
+    return (-(apart * (images[:, None] - images).abs().flatten(2).mean(2)).mean()).exp()
+
+
+def ensemble(said: list[Tensor], labels: Tensor, teachers: list[Teacher]) -> Tensor:
+    """Return what all teachers together say of images that are made for these labels."""
+    words = [t.share[labels, None] * F.softmax(_low(own, t.knows), 1) for own, t in zip(said, teachers, strict=True)]
+    return torch.stack(words).sum(0)
+
+
+def soft_cross_entropy(logits: Tensor, target: Tensor, classes: Tensor) -> Tensor:
+    """Cross-entropy among each image's `classes` with soft labels, averaged over images and all outputs."""
+    return -(target * F.log_softmax(_low(logits, classes), 1)).mean()
+
+
+def descend(value: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Take one step down from `value`; only the gradients of what learns are computed."""
+    parameters = optimizer.param_groups[0]["params"]
+    for p, slope in zip(parameters, torch.autograd.grad(value, parameters), strict=True):
+        p.grad = slope
+    optimizer.step()
+
+
+def _low(logits: Tensor, classes: Tensor) -> Tensor:
+    return logits.masked_fill(~classes, -1e4)  # finite: what a weight of 0 multiplies must be a number
+
+
+METHOD = Method(Config, Server, Client, Nothing)
