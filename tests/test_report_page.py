@@ -9,7 +9,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import reduce
 from pathlib import Path
 from threading import Thread
@@ -29,9 +29,11 @@ from fcil.files import sha256
 from fcil.methods import METHODS
 from fcil.records import write_tensors
 from fcil.report import charts
+from fcil.report.centroid_map import flattened
 from fcil.report.drawing import Chart
-from fcil.report.evidence import Evidence, flattened, gather
-from fcil.report.page import page_of, write_page
+from fcil.report.evidence import Evidence, gather
+from fcil.report.page import page_of, pictures_of, write_page
+from fcil.report.views import FEW, kind_of, selections
 from fcil.report.watch import served
 from fcil.results.ledger import read, result_of
 
@@ -70,6 +72,10 @@ def evidence(tmp_path: Path) -> Evidence:
 
 def table(chart: Chart) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(chart.csv)))
+
+
+def view(chart: Chart, name: str) -> Any:
+    return next(view.figure for view in chart.views if view.name == name)
 
 
 def made(draw: Callable[[Evidence], Chart | str], evidence: Evidence) -> Chart:
@@ -135,8 +141,10 @@ def test_curves_are_those_of_the_results(
 def test_matrix_bytes_seconds_and_clients_are_those_of_the_results(evidence: Evidence) -> None:
     one = evidence.groups[3]  # a single run, so its means are its values
     result = one.trials[0].run.result
-    heat = made(charts.matrices, evidence).figure.data[3]
+    (heat,) = view(made(charts.matrices, evidence), "hr (memory=4)").data
     assert [[v for v in row if v is not None] for row in heat.z] == result["matrix"]
+    (whole,) = view(made(charts.matrices, evidence), "all methods").data
+    assert list(whole.z[3]) == result["matrix"][-1]
     rows = [r for r in table(made(charts.traffic, evidence)) if r["settings"] == "memory=4"]
     assert sum(int(r["down"]) for r in rows) == result["down"] and sum(int(r["up"]) for r in rows) == result["up"]
     assert max(int(r["kept_max"]) for r in rows) == result["memory_bytes"] == 640
@@ -163,8 +171,13 @@ def test_forgetting_taken_apart_is_that_of_the_ledger(evidence: Evidence) -> Non
     )
     assert {key: float(row[key]) for key in ("local", "global", "total", *TERMS)} == last["parts"]
     assert row["mean_prior"] == "" and float(row["mean_inter"]) == last["means"]["inter"]
-    heat = made(charts.confusion, evidence).figure.data[3]
+    (heat,) = view(made(charts.confusion, evidence), "hr (memory=4)").data
     assert [[v for v in row if v is not None] for row in heat.z] == last["between"]
+    (whole,) = view(made(charts.confusion, evidence), "all methods").data
+    (_, (first, _), (second, _, _)) = last["between"]
+    assert whole.z[3][0] == pytest.approx((first + second) / 2)
+    ends = view(made(charts.local_and_global, evidence), "all methods, after the last task")
+    assert [trace.x[3] for trace in ends.data] == [last["parts"]["local"], last["parts"]["global"]]
     mended = [r for r in table(made(charts.mended_later, evidence)) if r["settings"] == "memory=4"]
     assert [r["task"] for r in mended] == ["1", "2"] and float(mended[1]["one_task_later"]) == last["across_before"]
 
@@ -190,12 +203,59 @@ def test_points_of_a_plane_keep_their_distances() -> None:
 def test_every_chart_has_title_axes_hover_and_data(evidence: Evidence) -> None:
     for draw in charts.CHARTS:
         chart = made(draw, evidence)
-        layout = chart.figure.layout
-        assert layout.title.text == chart.title and chart.says.endswith(".") and chart.rows
-        assert layout.xaxis.title.text or layout.xaxis2.title.text
-        assert layout.yaxis.title.text or layout.yaxis.ticktext
-        assert all(trace.hovertemplate or trace.hoverinfo for trace in chart.figure.data)
-        assert all(len(row) == len(chart.columns) for row in chart.rows)
+        assert chart.says.endswith(".") and chart.rows and all(len(row) == len(chart.columns) for row in chart.rows)
+        assert len({view.name for view in chart.views}) == len(chart.views)
+        for figure in (view.figure for view in chart.views):
+            layout = figure.layout
+            assert layout.title.text.startswith(chart.title)
+            assert layout.xaxis.title.text or layout.xaxis2.title.text
+            assert layout.yaxis.title.text or layout.yaxis.ticktext
+            assert figure.data and all(trace.hovertemplate or trace.hoverinfo for trace in figure.data)
+
+
+def test_many_methods_are_a_table_and_lines_by_family(tmp_path: Path) -> None:
+    for method in ("finetune", "joint", "icarl", "glfc", "target", "mfcl", "remind", "hr", "hr-no-kd", "own.py"):
+        write_run(tmp_path, method)
+    (found,), _ = gather([tmp_path])
+    chosen = {name: [group.label for group in groups] for name, groups in selections(found.groups)}
+    assert len(found.groups) > FEW and len(list(chosen.values())[-1]) == 10
+    assert chosen["with exemplars"] == ["finetune", "icarl", "glfc", "joint"]
+    finals = {g.label: g.row.final.mean for g in found.groups}
+    assert max(("icarl", "glfc"), key=lambda m: finals[m]) in chosen["the best of each family"]
+    assert {"hr", "own.py", "remind"} < set(chosen["the best of each family"])
+    assert "hr-no-kd" not in chosen["the best of each family"] and kind_of("hr-no-kd") == "hr and its ablations"
+    over = made(charts.accuracy_after_each_task, found)
+    assert over.views[0].name == "all methods" and over.figure.data[0].type == "heatmap"
+    assert list(over.figure.data[0].z[1]) == found.groups[1].trials[0].overall
+    lines = {trace.name: trace.line.color for trace in view(over, "the best of each family").data}
+    assert len(set(lines.values())) == len(lines) - 1, "all colours differ, but those of the two bounds"
+    memory = made(charts.accuracy_against_memory, found)
+    legend = [trace.name for trace in memory.figure.data if trace.showlegend]
+    assert sorted(legend) == sorted({kind_of(g.row.method) for g in found.groups})
+
+
+def test_the_loss_is_that_of_the_rounds(evidence: Evidence) -> None:
+    chart = made(charts.training_loss, evidence)
+    assert [view.name for view in chart.views] == [g.label for g in evidence.groups]
+    one = evidence.groups[3]
+    lines = [line for line in read(one.trials[0].run.folder / "ledger.jsonl") if line["kind"] == "round"]
+    figure = view(chart, one.label)
+    assert list(figure.data[0].y) == [line["loss"] for line in lines] and len(figure.layout.shapes) == 2
+    rows = [row for row in table(chart) if row["settings"] == "memory=4"]
+    assert [(row["round"], row["task"]) for row in rows[-2:]] == [("5", "3"), ("6", "3")]
+
+
+def test_every_seed_has_its_gallery_and_every_method_comes_first_with_one(tmp_path: Path) -> None:
+    for seed in range(2):
+        write_run(tmp_path, "hr", seed)
+        shutil.copy(tmp_path / f"made-up/hr/{seed}/replay.png", write_run(tmp_path, "glfc", seed) / "replay.png")
+    (found,), _ = gather([tmp_path])
+    pictures, missing = pictures_of(found, 10**7)
+    assert [(p.label, p.seed) for p in pictures] == [("glfc", 0), ("glfc", 1), ("hr", 0), ("hr", 1)] and not missing
+    three = sum(len(p.url) for p in pictures) - min(len(p.url) for p in pictures[1::2])
+    few, (sentence,) = pictures_of(found, three - 10)
+    assert [(p.label, p.seed) for p in few] == [("glfc", 0), ("hr", 0)]
+    assert sentence.startswith("2 of 4 galleries are left out")
 
 
 def test_older_ledgers_leave_a_chart_out_and_say_so(tmp_path: Path) -> None:
@@ -358,7 +418,7 @@ def test_twenty_methods_with_ten_seeds_stay_small(tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     assert write_page([tmp_path], out) == []
     page = out.read_text()
-    assert "20 methods on made-up" in page and "is left out to keep this page small" in page
+    assert "20 methods on made-up" in page and "galleries are left out to keep this page small" in page
     assert 5e6 < out.stat().st_size < 15e6
 
 
@@ -378,13 +438,16 @@ def test_a_run_is_watched_while_it_goes_on(tmp_path: Path) -> None:
         thread = Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
-            assert "There is nothing to draw yet" in get("/") and "task 1, round 1 of 2" in get("/")
+            assert "Training loss, round by round" in get("/") and "task 1, round 1 of 2" in get("/")
+            assert "Left out" not in get("/")
+            losses = json.loads(get("/loss"))["views"][0]["data"][0]["y"]
+            assert losses == [json.loads(whole[1])["loss"]]
             ledger.write_bytes(b"".join(whole[:5]) + whole[5][:10])  # the last line is still being written
-            assert json.loads(get("/state")) == {"drawn": "1", "now": "task 2, round 1 of 2"}
+            assert json.loads(get("/state")) == {"drawn": "1", "rounds": 3, "now": "task 2, round 1 of 2"}
             page = get("/")
             assert '<span id="now">task 2, round 1 of 2</span>' in page and "connect-src &#39;self&#39;" in page
             ledger.write_bytes(b"".join(whole))
-            assert json.loads(get("/state")) == {"drawn": "2", "now": "task 3 begins"}
+            assert json.loads(get("/state")) == {"drawn": "2", "rounds": 4, "now": "task 3 begins"}
             assert 'state.drawn !== "2"' in get("/")
             result.rename(folder / "result.json")
             assert json.loads(get("/state"))["now"] == "finished" and "/state" not in get("/")
@@ -425,6 +488,16 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=[(360, "light"), (1280, "dark")], ids=["phone", "desktop"])
 def browser(request: pytest.FixtureRequest, page: Path) -> Iterator[Any]:
     """The page, opened from its file in headless Chromium."""
+    with chromium(*request.param) as driver:
+        where = {"behavior": "allow", "downloadPath": str(page.parent / "downloads")}
+        driver.execute_cdp_cmd("Browser.setDownloadBehavior", where)
+        driver.get(page.as_uri())
+        waited(driver, lambda: driver.execute_script("return document.documentElement.dataset.drawn"))
+        yield driver
+
+
+@contextmanager
+def chromium(width: int, scheme: str) -> Iterator[Any]:
     if not CHROMIUM or not DRIVER:
         pytest.skip("needs Chromium and its driver: apt-get install chromium chromium-driver")
     from selenium import webdriver
@@ -438,15 +511,10 @@ def browser(request: pytest.FixtureRequest, page: Path) -> Iterator[Any]:
     quiet = Service(DRIVER, log_output=os.devnull)
     driver = webdriver.Chrome(options=options, service=quiet)
     try:
-        width, scheme = request.param
         size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        scheme = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", scheme)
-        where = {"behavior": "allow", "downloadPath": str(page.parent / "downloads")}
-        driver.execute_cdp_cmd("Browser.setDownloadBehavior", where)
-        driver.get(page.as_uri())
-        waited(driver, lambda: driver.execute_script("return document.documentElement.dataset.drawn"))
+        colours = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", colours)
         yield driver
     finally:
         driver.quit()
@@ -473,9 +541,60 @@ def test_the_page_in_a_browser(browser: Any, page: Path) -> None:
         assert marks > 0, f"{name} is empty"
         assert any(letter.isdigit() for letter in hovered(browser, name)), f"{name} shows no value under the mouse"
     assert_pictures_and_csv(browser, page, shown)
+    assert_views_and_runs_can_be_chosen(browser)
     errors = [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
     assert errors == []
     assert asked(browser) == {page.as_uri()}
+
+
+def assert_views_and_runs_can_be_chosen(driver: Any) -> None:
+    choices = driver.find_elements("css selector", "[data-view]")
+    assert len(choices) >= 6
+    for select in choices:
+        name = select.get_attribute("data-view")
+        for place in range(len(select.find_elements("tag name", "option"))):
+            choose(driver, select, place)
+            inside = f"document.getElementById('{name}')"
+            marks, drawn, meant = driver.execute_script(
+                f"""const data = traces => JSON.stringify(traces.map(trace => [trace.type, trace.x, trace.y, trace.z]));
+                return [{inside}.querySelectorAll('{MARKS}').length, data({inside}.data),
+                        data(contents.get('{name}').views[{place}].data)]"""
+            )
+            assert marks > 0 and drawn == meant, f"{name}, view {place}"
+    select = driver.find_element("css selector", "[data-pictures]")
+    first = driver.execute_script("return document.images[0].src")
+    choose(driver, select, 1 - int(select.get_attribute("value")))
+    assert driver.execute_script("return document.images[0].src") != first
+
+
+def choose(driver: Any, select: Any, place: int) -> None:
+    driver.execute_script(
+        "arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event('change'))", select, place
+    )
+
+
+def test_a_run_is_watched_in_a_browser(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "hr", tasks=2, finish=False)
+    ledger = folder / "ledger.jsonl"
+    whole = ledger.read_bytes().splitlines(keepends=True)
+    ledger.write_bytes(b"".join(whole[:2]))
+    points = "return document.querySelectorAll('#now-training-loss .scatterlayer .point').length"
+    with chromium(1280, "light") as driver, served(folder) as server:
+        thread = Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            driver.get(f"http://127.0.0.1:{server.server_port}")
+            assert waited(driver, lambda: driver.execute_script(points)) == 1
+            ledger.write_bytes(b"".join(whole[:3]))
+            waited(driver, lambda: driver.execute_script(points) == 2)
+            assert driver.find_element("id", "now").text == "task 1, round 2 of 2"
+            ledger.write_bytes(b"".join(whole[:4]))
+            waited(driver, lambda: driver.find_elements("id", "part-1-accuracy"))  # a task has ended: all else is there
+            assert [entry for entry in driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []
+        finally:
+            driver.get("about:blank")
+            server.shutdown()
+            thread.join()
 
 
 def hovered(driver: Any, name: str) -> str:
@@ -500,7 +619,7 @@ def hovered(driver: Any, name: str) -> str:
 
 def assert_pictures_and_csv(driver: Any, page: Path, shown: list[str]) -> None:
     sizes = driver.execute_script("return [...document.images].map(image => image.naturalWidth)")
-    assert sizes == [320]
+    assert sizes == [320, 320]
     (found,), _ = gather([page.parent / "runs"])
     for place, (name, draw) in enumerate(zip(shown, charts.CHARTS, strict=True)):
         expected = made(draw, found).csv

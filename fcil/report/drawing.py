@@ -1,4 +1,4 @@
-"""How charts look and what they are drawn with: colours, axes, lines, a choice of one of many, and their data."""
+"""How charts look and what they are drawn with: colours, axes, lines, views of one chart, and their data."""
 
 import csv
 import io
@@ -17,7 +17,7 @@ from fcil.report.evidence import Evidence, Group
 # Okabe and Ito's colours for every kind of sight, less the yellow and the black that a light or dark page swallows.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("solid", "dash", "dot", "dashdot")
-SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star")  # not as many as colours
 GREY = "#8A8A8A"
 SCALE = "Cividis"
 PATTERNS = ("", "/", "x", ".")
@@ -27,15 +27,28 @@ Cell = str | int | float | None
 
 
 @dataclass(frozen=True)
+class View:
+    """One of the figures that a chart can be looked at as."""
+
+    name: str
+    figure: go.Figure
+
+
+@dataclass(frozen=True)
 class Chart:
-    """A figure, what it shows, how to read it, and its data."""
+    """What it shows, how to read it, its views, the first of which is shown first, and its data."""
 
     name: str
     title: str
     says: str
-    figure: go.Figure
+    views: tuple[View, ...]
     columns: tuple[str, ...]
     rows: list[tuple[Cell, ...]]
+
+    @property
+    def figure(self) -> go.Figure:
+        """Return the first view's figure."""
+        return self.views[0].figure
 
     @property
     def csv(self) -> str:
@@ -48,28 +61,32 @@ class Chart:
 
 
 def chart(
-    name: str, title: str, says: str, figure: go.Figure, columns: tuple[str, ...], rows: list[tuple[Cell, ...]]
-) -> Chart:
-    """Make a chart; its figure gets the title, too."""
-    return Chart(name, title, says, figure.update_layout(title=title, template=LIGHT), columns, rows)
+    name: str, title: str, says: str, shown: go.Figure | Sequence[View], columns: tuple[str, ...],
+    rows: list[tuple[Cell, ...]],
+) -> Chart:  # fmt: skip
+    """Make a chart of one figure or of views; its figures get the title, too."""
+    views = (View("", shown),) if isinstance(shown, go.Figure) else tuple(shown)
+    for view in views:
+        named = f"{title}: {view.name}" if len(views) > 1 else title
+        view.figure.update_layout(title=named, template=LIGHT)
+    return Chart(name, title, says, views, columns, rows)
 
 
-def template(ink: str, lines: str, paper: str) -> go.layout.Template:
-    """Return how every chart looks on a page of the colour `paper`, written in `ink`."""
+def template(ink: str, lines: str) -> go.layout.Template:
+    """Return how every chart looks, written in `ink`."""
     axis = {"gridcolor": lines, "zerolinecolor": lines, "linecolor": lines, "automargin": True, "title_standoff": 8}
     return go.layout.Template(
         layout={
             "font": {"color": ink, "size": 13, "family": "system-ui, sans-serif"}, "paper_bgcolor": "rgba(0,0,0,0)",
             "plot_bgcolor": "rgba(0,0,0,0)", "xaxis": axis, "yaxis": axis, "colorway": COLOURS,
             "margin": {"l": 56, "r": 16, "t": 28, "b": 48}, "hoverlabel": {"align": "left", "namelength": -1},
-            "updatemenudefaults": {"bgcolor": paper, "bordercolor": lines, "font": {"color": ink}},
             "legend": {"bgcolor": "rgba(0,0,0,0)", "traceorder": "normal"},
             "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": GREY, "activecolor": ink},
         }
     )  # fmt: skip
 
 
-LIGHT, DARK = template("#222222", "#DDDDDD", "#FFFFFF"), template("#E4E4E4", "#444444", "#1B1B1B")
+LIGHT, DARK = template("#222222", "#DDDDDD"), template("#E4E4E4", "#444444")
 
 
 def names(group: Group) -> tuple[str, str]:
@@ -83,14 +100,14 @@ def endless(*choices: Sequence[str]) -> Iterable[tuple[str, ...]]:
         yield from product(*choices)
 
 
-def looks_of(evidence: Evidence) -> dict[str, tuple[str, str, str]]:
-    """Return colour, dash and symbol of every method, the same in all charts; the bounds are grey."""
-    rivals = [group.label for group in evidence.groups if group.row.method not in BOUNDS]
+def looks_of(groups: Sequence[Group]) -> dict[str, tuple[str, str, str]]:
+    """Return colour, dash and symbol of every method in a figure; the bounds are grey."""
+    rivals = [group.label for group in groups if group.row.method not in BOUNDS]
     looks = {
         label: (COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)], SYMBOLS[i % len(SYMBOLS)])
         for i, label in enumerate(rivals)
     }
-    for group in evidence.groups:
+    for group in groups:
         if group.row.method in BOUNDS:
             lower = BOUNDS[group.row.method] == "lower"
             looks[group.label] = (GREY, "dot" if lower else "dash", "triangle-down" if lower else "triangle-up")
@@ -151,23 +168,6 @@ def task_axis(evidence: Evidence, title: str = "after task") -> dict[str, Any]:
     """Return an axis of tasks, counted from 1."""
     tasks = max(len(trial.matrix) for group in evidence.groups for trial in group.trials)
     return {"title": title, "dtick": 1 if tasks <= 12 else None, "tickformat": "d"}
-
-
-def choice(figure: go.Figure, labels: Sequence[str], traces: int) -> None:
-    """Let one of several be chosen, each of them drawn as so many traces."""
-    if len(labels) < 2:
-        return
-    buttons = [
-        {
-            "label": textwrap.shorten(label, 40, placeholder=" …"), "method": "restyle",
-            "args": [{"visible": [i == j for j in range(len(labels)) for _ in range(traces)]}],
-        }
-        for i, label in enumerate(labels)
-    ]  # fmt: skip
-    figure.update_layout(
-        updatemenus=[{"buttons": buttons, "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom", "pad": {"b": 6}}],
-        margin={"t": 64},
-    )
 
 
 def methods_down(figure: go.Figure, labels: Sequence[str]) -> None:

@@ -4,18 +4,12 @@ A run that cannot be trusted is left out and named in a sentence; none of them c
 """
 
 import json
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
-
-from fcil.blocks.centroids import REST
 from fcil.errors import UserError
 from fcil.report.comparison import Measured, Row, Section, compare, settings_text
 from fcil.results.ledger import read, result_of, verify
@@ -49,6 +43,15 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Round:
+    """One communication round, and what its clients lost on average."""
+
+    task: int
+    stage: str
+    loss: float | None
+
+
+@dataclass(frozen=True)
 class Trial:
     """One run with what its ledger says after each task."""
 
@@ -59,6 +62,7 @@ class Trial:
     by_client: list[float | None]
     apart: list[Apart | None]
     costs: list[Cost]
+    rounds: list[Round]
     classes: list[str]
     task_of_class: dict[int, int]
 
@@ -90,17 +94,6 @@ class Evidence:
     def title(self) -> str:
         """Name the benchmark, the protocol and what was set for all runs."""
         return f"{self.section.title}, with {self.shared}" if self.shared else self.section.title
-
-
-@dataclass(frozen=True)
-class Map:
-    """Where a run's centroids lie, in units of the distance at which they rest."""
-
-    names: list[str]
-    tasks: list[int | None]
-    flat: Tensor  # (classes, 2)
-    distances: Tensor  # (classes, classes) in all dimensions
-    off: float  # root mean square of what the plane changes a distance by
 
 
 def gather(paths: Iterable[Path], unfinished: bool = False) -> tuple[list[Evidence], list[str]]:
@@ -140,6 +133,15 @@ def trial_of(folder: Path, unfinished: bool = False) -> Trial:
         raise UserError(f"its ledger is not one of ours ({error!r})") from None
 
 
+def rounds_of(lines: Iterable[Mapping[str, Any]]) -> list[Round]:
+    """Return all rounds of a ledger, in order."""
+    return [
+        Round(int(line["task"]), str(line.get("stage", "train")), _number(line.get("loss")))
+        for line in lines
+        if line.get("kind") == "round"
+    ]
+
+
 def over_seeds(series: Iterable[Sequence[float | None]]) -> list[Measured | None]:
     """Return mean and standard error at each position; None where no run has a value."""
     rows = list(series)
@@ -148,51 +150,6 @@ def over_seeds(series: Iterable[Sequence[float | None]]) -> list[Measured | None
         for i in range(max(map(len, rows), default=0))
     ]
     return [Measured(*mean_and_sem(column)) if column else None for column in columns]
-
-
-def map_of(trial: Trial) -> Map | None:
-    """Lay the centroids of a run into a plane; None where it has none, or was stored without its model."""
-    folder = trial.run.folder
-    try:
-        with safe_open(folder / "model.safetensors", framework="pt") as file:
-            names = set(file.keys())
-            if not {"centroids", "seen"} <= names:
-                return None
-            points, seen = file.get_tensor("centroids").double(), file.get_tensor("seen").bool()
-        spacing = float(tomllib.loads((folder / "config.toml").read_text())["config"]["spacing"])
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
-        return None
-    labels = seen.nonzero().flatten().tolist()
-    whole = points.ndim == 2 and seen.shape == points.shape[:1] and len(trial.classes) > max(labels, default=0)
-    if len(labels) < 3 or spacing <= 0 or not whole or not points[seen].isfinite().all():
-        return None
-    distances = torch.cdist(*[points[seen] / (REST * spacing)] * 2)
-    flat = flattened(distances)
-    return Map(
-        names=[trial.classes[j] for j in labels],
-        tasks=[trial.task_of_class.get(j) for j in labels],
-        flat=flat,
-        distances=distances,
-        off=float((torch.pdist(flat) - _pairs(distances)).square().mean().sqrt()),
-    )
-
-
-def flattened(distances: Tensor, steps: int = 300) -> Tensor:
-    """Lay points into a plane so that their distances change least: de Leeuw's majorization of the stress.
-
-    A projection would not do: points that all rest equally far from each other lie alike in every direction.
-    """
-    n = len(distances)
-    flat = torch.randn(n, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * distances.mean()
-    for _ in range(steps):
-        ratio = distances / torch.cdist(flat, flat).clamp_min(1e-9)
-        flat = (ratio.sum(1, keepdim=True) * flat - ratio @ flat) / n
-    return flat
-
-
-def _pairs(distances: Tensor) -> Tensor:
-    rows, columns = torch.triu_indices(len(distances), len(distances), 1)
-    return distances[rows, columns]
 
 
 def _each_folder(paths: Iterable[Path], left_out: list[str]) -> Iterable[Path]:
@@ -240,6 +197,7 @@ def _trial(run: Run, lines: list[dict[str, Any]]) -> Trial:
         by_client=[_number(value) for value in ends[-1]["per_client"]],
         apart=[_apart(line.get("decomposition")) for line in ends],
         costs=[_cost(lines, t, line) for t, line in enumerate(ends)],
+        rounds=rounds_of(lines),
         classes=[str(name) for name in run.result.get("classes", [])],
         task_of_class=first_seen,
     )

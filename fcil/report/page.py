@@ -5,6 +5,7 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -46,20 +47,21 @@ def write_page(runs: Sequence[Path], out: Path) -> list[str]:
     return left_out
 
 
-def page_of(found: Sequence[Evidence], left_out: Sequence[str], live: Mapping[str, str] | None = None) -> str:
+def page_of(found: Sequence[Evidence], left_out: Sequence[str], live: Mapping[str, Any] | None = None) -> str:
     """Return the page as HTML; one that is `live` says where its run stands, and is fetched anew when a task ended."""
     try:
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
         from plotly.offline import get_plotlyjs
 
         from fcil.report.charts import CHARTS
+        from fcil.report.courses import training_loss
         from fcil.report.drawing import DARK, LIGHT, Chart
     except ImportError as error:
         raise UserError(f"a page needs the package {error.name}; install it with: pip install fcil[report]") from None
     room = MOST_PICTURES
     sections = []
     for n, evidence in enumerate(found):
-        made = [draw(evidence) for draw in CHARTS]
+        made = [draw(evidence) for draw in CHARTS if live is None or draw is not training_loss]
         pictures, missing = pictures_of(evidence, room)
         room -= sum(len(picture.url) for picture in pictures)
         sections.append(
@@ -68,9 +70,10 @@ def page_of(found: Sequence[Evidence], left_out: Sequence[str], live: Mapping[st
                 "title": evidence.title,
                 "table": [_cells(group) for group in evidence.groups],
                 "claims": any(group.row.paper for group in evidence.groups),
-                "charts": [_island(chart, f"part-{n + 1}") for chart in made if isinstance(chart, Chart)],
+                "charts": [island(chart, f"part-{n + 1}") for chart in made if isinstance(chart, Chart)],
                 "missing": [sentence for sentence in made if isinstance(sentence, str)] + missing,
                 "pictures": pictures,
+                "first_pictures": _first_two(pictures),
                 "trials": [trial for group in evidence.groups for trial in group.trials],
             }
         )
@@ -80,33 +83,57 @@ def page_of(found: Sequence[Evidence], left_out: Sequence[str], live: Mapping[st
         lstrip_blocks=True,
     )  # fmt: skip
     return environment.get_template("page.html.jinja").render(
-        title=_title(found), version=__version__, sections=sections, left_out=left_out, live=live, every=WATCH_EVERY,
+        title=_title(found) if found or live is None else live["title"], version=__version__, sections=sections,
+        left_out=left_out, live=live, every=WATCH_EVERY,
         plotly=get_plotlyjs(), templates={"light": LIGHT.to_plotly_json(), "dark": DARK.to_plotly_json()},
     )  # fmt: skip
 
 
 def pictures_of(evidence: Evidence, room: int) -> tuple[list[Picture], list[str]]:
-    """Return one gallery a method, as far as there is room for them, and why others are missing."""
-    pictures, missing = [], []
-    for group in evidence.groups:
-        for trial in group.trials:
-            path = trial.run.folder / "replay.png"
-            if not path.exists():
-                continue
-            try:
-                url = _lossless(path)
-            except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-                missing.append(f"{path} is left out: it is not a readable picture ({error}).")
-                continue
-            if len(url) > room:
-                missing.append(f"The gallery of {group.label} is left out to keep this page small; it is {path}.")
-            else:
-                pictures.append(Picture(group.label, trial.seed, url))
-                room -= len(url)
-            break
-    if not pictures:
+    """Return the galleries of all runs, as far as there is room for them, and why others are missing.
+
+    Every method comes with one before any comes with two.
+    """
+    pictures, missing, left_out = [], [], 0
+    turns = zip_longest(*([(group, trial) for trial in group.trials] for group in evidence.groups))
+    for group, trial in (pair for turn in turns for pair in turn if pair):
+        path = trial.run.folder / "replay.png"
+        if not path.exists():
+            continue
+        if left_out:
+            left_out += 1
+            continue
+        try:
+            url = _lossless(path)
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            missing.append(f"{path} is left out: it is not a readable picture ({error}).")
+            continue
+        if len(url) > room:
+            left_out = 1
+        else:
+            pictures.append(Picture(group.label, trial.seed, url))
+            room -= len(url)
+    if left_out:
+        missing.append(
+            f"{left_out} of {left_out + len(pictures)} galleries are left out to keep this page small; each run's "
+            "folder has its own, replay.png."
+        )
+    if not pictures and not left_out:
         missing.append("The replay gallery is left out: no run here has a replay.png, as methods that replay leave it.")
-    return pictures, missing
+    return sorted(pictures, key=lambda picture: _place(evidence, picture)), missing
+
+
+def _place(evidence: Evidence, picture: Picture) -> tuple[int, int]:
+    return [group.label for group in evidence.groups].index(picture.label), picture.seed
+
+
+def _first_two(pictures: Sequence[Picture]) -> list[int]:
+    """Return which galleries are shown first: Hybrid Replay's, ours and as printed, or those of the first methods."""
+    by_label: dict[str, int] = {}
+    for i, picture in enumerate(pictures):
+        by_label.setdefault(picture.label, i)
+    ours = [by_label[label] for label in ("hr", "hr-literal") if label in by_label]
+    return list(dict.fromkeys([*ours, *by_label.values(), *range(len(pictures))]))[:2]
 
 
 def _lossless(path: Path) -> str:
@@ -137,14 +164,21 @@ def _cells(group: Group) -> dict[str, Any]:
     }
 
 
-def _island(chart: Any, part: str) -> dict[str, Any]:
+def island(chart: Any, part: str) -> dict[str, Any]:
     """Return what the page needs of a chart; its title stands in the page's text, where it can wrap."""
-    figure = json.loads(chart.figure.to_json())
-    layout = {key: value for key, value in figure["layout"].items() if key not in ("title", "template")}
+    views = [{"name": view.name, **drawing_of(view.figure)} for view in chart.views]
     return {
         "id": f"{part}-{chart.name}",
         "title": chart.title,
         "says": chart.says,
-        "height": layout["height"],
-        "content": {"data": figure["data"], "layout": layout, "csv": chart.csv},
+        "height": views[0]["layout"]["height"],
+        "views": [view["name"] for view in views],
+        "content": {"views": views, "csv": chart.csv},
     }
+
+
+def drawing_of(figure: Any) -> dict[str, Any]:
+    """Return the data and the layout of a figure, less what the page itself adds."""
+    drawn = json.loads(figure.to_json())
+    layout = {key: value for key, value in drawn["layout"].items() if key not in ("title", "template")}
+    return {"data": drawn["data"], "layout": layout}

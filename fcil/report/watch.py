@@ -1,7 +1,7 @@
 """The report page, live: a small server on this machine that draws a run anew when its ledger has grown."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,8 +10,9 @@ from threading import Lock
 from typing import Any
 
 from fcil.errors import UserError
-from fcil.report.evidence import gather
-from fcil.report.page import WATCH_EVERY, page_of
+from fcil.report.comparison import settings_text
+from fcil.report.evidence import gather, rounds_of
+from fcil.report.page import WATCH_EVERY, island, page_of
 from fcil.results.ledger import read
 
 HERE = "127.0.0.1"  # nobody else can see it
@@ -25,15 +26,18 @@ class Live:
         self.drawn: tuple[str, str] = ("", "")
         self.lock = Lock()
 
-    def state(self) -> dict[str, str]:
-        """Return what changes when there is something new to draw, and where the run stands now."""
+    def state(self) -> dict[str, Any]:
+        """Return what changes when there is something new to draw, how many rounds are over, and where the run is."""
         try:
             lines = read(self.folder / "ledger.jsonl")
         except UserError as error:
-            return {"drawn": "", "now": str(error)}
-        ended = sum(line.get("kind") == "task" for line in lines)
+            return {"drawn": "", "rounds": 0, "now": str(error)}
+        ended, rounds = (sum(line.get("kind") == kind for line in lines) for kind in ("task", "round"))
         finished = (self.folder / "result.json").exists()
-        return {"drawn": f"{ended}{' finished' * finished}", "now": "finished" if finished else _now(lines, ended)}
+        return {
+            "drawn": f"{ended}{' finished' * finished}", "rounds": rounds,
+            "now": "finished" if finished else _now(lines, ended),
+        }  # fmt: skip
 
     def page(self) -> str:
         """Return the page."""
@@ -43,11 +47,20 @@ class Live:
                 self.drawn = (state["drawn"], self._page(state))
             return self.drawn[1]
 
-    def _page(self, state: dict[str, str]) -> str:
+    def loss(self) -> dict[str, Any]:
+        """Return the chart of the training loss so far, as the page has it."""
+        lines = read(self.folder / "ledger.jsonl")
+        first = next((line for line in lines if line.get("kind") == "run"), {})
+        return island(_loss_so_far(lines, first), "now")
+
+    def _page(self, state: dict[str, Any]) -> str:
         found, left_out = gather([self.folder], unfinished=True)
-        if not found:
+        if state["now"] == "finished" and found:
+            return page_of(found, left_out)
+        if not found and not state["rounds"]:
             return _waiting([*left_out, state["now"]])
-        return page_of(found, left_out, live=None if state["now"] == "finished" else state)
+        said = left_out if found or state["drawn"] != "0" else []  # before a task has ended, nothing is wrong
+        return page_of(found, said, live={**state, "title": f"watching {self.folder}", "chart": self.loss()})
 
 
 @contextmanager
@@ -66,6 +79,8 @@ def served(folder: Path, port: int = 0) -> Iterator[ThreadingHTTPServer]:
                 return self.answer(live.page(), "text/html")
             if self.path == "/state":
                 return self.answer(json.dumps(live.state()), "application/json")
+            if self.path == "/loss":
+                return self.answer(json.dumps(live.loss()["content"]), "application/json")
             self.send_error(404)
 
         def answer(self, text: str, kind: str) -> None:
@@ -86,6 +101,14 @@ def served(folder: Path, port: int = 0) -> Iterator[ThreadingHTTPServer]:
         raise UserError(f"port {port} cannot be used ({error.strerror}); choose another with --port") from None
     with server:
         yield server
+
+
+def _loss_so_far(lines: Sequence[Mapping[str, Any]], first: Mapping[str, Any]) -> Any:
+    from fcil.report.courses import loss_chart
+
+    rounds = rounds_of(lines)
+    name, settings = str(first.get("method", "?")), settings_text(first.get("settings", {}))
+    return loss_chart([(name, (name, settings), rounds, [r.loss for r in rounds])])
 
 
 def _now(lines: Sequence[dict[str, Any]], ended: int) -> str:
