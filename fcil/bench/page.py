@@ -67,13 +67,13 @@ def measure(methods: int = 20, seeds: int = 10, turns: int = 3) -> Loaded:
 
 def made_up_run(
     folder: Path, method: str, seed: int, tasks: int = 10, clients: int = 50, rounds: int = 2, apart: bool = True,
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None, benchmark: str = "made-up", protocol: str = "quick",
 ) -> None:  # fmt: skip
     """Write the folder of a finished run whose numbers mean nothing; `apart` is whether forgetting is taken apart."""
     draw = random.Random(f"{method} {seed} {settings}")
     folder.mkdir(parents=True)
     named = {
-        "format": FORMAT, "method": method, "benchmark": "made-up", "protocol": "quick", "seed": seed,
+        "format": FORMAT, "method": method, "benchmark": benchmark, "protocol": protocol, "seed": seed,
         "settings": dict(settings or {}), "classes": [f"class {j}" for j in range(2 * tasks)],
         "command": f"fcil run {method} --seed {seed}",
     }  # fmt: skip

@@ -25,7 +25,7 @@ from fcil.report.evidence import Evidence, Group, Trial, over_seeds
 PANELS = (
     ("final", "accuracy (%)"), ("psnr", "PSNR (dB)"), ("auc", "membership AUC"), ("step", "step (ms)"),
 )  # fmt: skip
-SIZED = ("code_bytes", "latent", "code_bits")  # settings that change how many bytes a code has
+SIZED = ("decoder_width", "codec_width", "code_bytes", "latent", "code_bits")  # settings that change the two sizes
 
 
 @dataclass(frozen=True)
@@ -136,15 +136,17 @@ def _point(group: Group) -> Point | None:
         plan = tomllib.loads((group.trials[0].run.folder / "config.toml").read_text())
         benchmark, config = plan["benchmark"], plan["config"]
         numbers = _image_bytes(group.trials[0], benchmark)
+        width: float | None
         if method.startswith("hr-literal"):
             width = float(config.get("decoder_width") or BODIES[benchmark["network"]].begins)  # type: ignore[attr-defined]
-            code = (config["latent"] or round(numbers / 10)) * config["code_bits"] / 8
+            code = (config["latent"] or round(numbers / 10)) * float(config["code_bits"]) / 8
         else:
-            width, code = None, float(config["code_bytes"] or max(12, round(numbers / 10)))
+            width = float(config.get("codec_width", 64)) if config["codec"] == "autoencoder" else None
+            code = float(config["code_bytes"] or max(12, round(numbers / 10)))
         steps = [_step(trial, plan) for trial in group.trials]
     except (OSError, KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
-    others = {k: v for k, v in group.row.settings.items() if k not in (*SIZED, "decoder_width")}
+    others = {k: v for k, v in group.row.settings.items() if k not in SIZED}
     told = {
         "final": [trial.run.result["final"] for trial in group.trials], "step": steps,
         "psnr": [psnr_of(trial) for trial in group.trials], "auc": [auc_of(trial) for trial in group.trials],
@@ -194,9 +196,10 @@ def _draw(
     where: Callable[[Point], float | None], along: Sequence[tuple[Point, Measured | None]],
 ) -> None:  # fmt: skip
     known = [(where(point), value) for point, value in along if value]
+    unnamed = all(trace.name != label for trace in figure.data)
     figure.add_scatter(
         x=[x for x, _ in known], y=[value.mean for _, value in known], error_y=errors([value for _, value in known]),
-        mode="lines+markers", name=label, legendgroup=label, showlegend=row == 1 and column == 1,
+        mode="lines+markers", name=label, legendgroup=label, showlegend=unnamed,
         line={"color": COLOURS[place % len(COLOURS)], "dash": DASHES[place // len(COLOURS) % len(DASHES)]},
         marker={"symbol": SYMBOLS[place % len(SYMBOLS)], "size": 8},
         customdata=[[with_error(value, 2)] for _, value in known],

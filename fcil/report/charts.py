@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from fcil.report.apart import confusion, local_and_global, mended_later
+from fcil.report.capacity import capacity
 from fcil.report.centroid_map import centroids
 from fcil.report.comparison import BOUNDS, Measured, settings_text, shown_name
 from fcil.report.courses import accuracy_after_each_task, forgetting, matrices, training_loss
@@ -31,6 +32,7 @@ from fcil.report.drawing import (
     names,
 )
 from fcil.report.evidence import Evidence, Group, Trial
+from fcil.report.paper_figures import by_memory, over_tasks
 from fcil.report.views import FEW, kind_of, selections
 
 MOST_POINTS = 120  # of a box; beyond, only its outliers are drawn
@@ -276,3 +278,5 @@ CHARTS: tuple[Callable[[Evidence], Chart | str], ...] = (
     accuracy, accuracy_after_each_task, matrices, forgetting, accuracy_against_memory, local_and_global, mended_later,
     confusion, accuracy_by_client, traffic, time_by_part, training_loss, centroids,
 )  # fmt: skip
+
+PAPER: tuple[Callable[[Evidence], Chart | str], ...] = (over_tasks, by_memory, capacity)  # where runs allow them

@@ -38,13 +38,11 @@ def write_figures(runs: Sequence[Path], out: Path) -> tuple[list[Path], list[str
 def all_charts() -> tuple[Callable[[Evidence], Any], ...]:
     """Return every function that draws runs: those of the page, and the paper's figures."""
     try:
-        from fcil.report.capacity import capacity
-        from fcil.report.charts import CHARTS
-        from fcil.report.paper_figures import by_memory, over_tasks
+        from fcil.report.charts import CHARTS, PAPER
         from fcil.report.schemes import how_hybrid_replay_goes, where_forgetting_happens
     except ImportError as error:
         raise UserError(f"figures need the package {error.name}; install it with: pip install fcil[report]") from None
-    return (*CHARTS, over_tasks, by_memory, capacity, where_forgetting_happens, how_hybrid_replay_goes)
+    return (*CHARTS, *PAPER, where_forgetting_happens, how_hybrid_replay_goes)
 
 
 def _figures(evidence: Evidence, missing: list[str]) -> list[tuple[str, Any]]:

@@ -53,7 +53,7 @@ def page_of(found: Sequence[Evidence], left_out: Sequence[str], live: Mapping[st
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
         from plotly.offline import get_plotlyjs
 
-        from fcil.report.charts import CHARTS
+        from fcil.report.charts import CHARTS, PAPER
         from fcil.report.courses import training_loss
         from fcil.report.drawing import DARK, LIGHT, Chart
     except ImportError as error:
@@ -62,6 +62,7 @@ def page_of(found: Sequence[Evidence], left_out: Sequence[str], live: Mapping[st
     sections = []
     for n, evidence in enumerate(found):
         made = [draw(evidence) for draw in CHARTS if live is None or draw is not training_loss]
+        made += [drawn for draw in PAPER if isinstance(drawn := draw(evidence), Chart)]
         pictures, missing = pictures_of(evidence, room)
         room -= sum(len(picture.url) for picture in pictures)
         sections.append(

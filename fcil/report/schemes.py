@@ -71,7 +71,8 @@ def where_forgetting_happens(evidence: Evidence) -> Chart | str:
 
 def how_hybrid_replay_goes(evidence: Evidence) -> Chart | str:
     """The paper's Figure 2: a task updates the model with what memory gives back, and then the memory."""
-    found = next((shown for g in evidence.groups for trial in g.trials if (shown := _phases(g, trial))), None)
+    groups = sorted(evidence.groups, key=lambda g: (g.row.method != "hr", len(g.row.settings)))
+    found = next((shown for g in groups for trial in g.trials if (shown := _phases(g, trial))), None)
     if found is None:
         return (
             "Figure 2 is left out: it takes a run of hr or hr-literal of two tasks with its replay.safetensors; stored "
@@ -82,17 +83,17 @@ def how_hybrid_replay_goes(evidence: Evidence) -> Chart | str:
     first, update, memory = (0.0, 0.25), (0.29, 0.71), (0.75, 1.0)
     scheme.box(first, f"Task 1: {trial.overall[0]:.0f} %", GREY)
     scheme.row(first, 0.72, "its images <i>D</i><sub>1</sub>", found.first)
-    scheme.arrow(0.125, 0.60, 0.125, 0.53, "trained on, and coded")
-    scheme.row(first, 0.34, "memory <i>M</i><sub>1</sub>, decoded", found.first_kept)
+    scheme.arrow(0.125, 0.53, 0.125, 0.44, "trained on,<br>then coded")
+    scheme.row(first, 0.30, "memory <i>M</i><sub>1</sub>, decoded", found.first_kept)
     scheme.box(update, f"Model update, task {h + 1}: {trial.overall[h]:.0f} % on all classes so far", COLOURS[0])
-    scheme.row(update, 0.78, "new images <i>D</i><sub>h</sub>", found.new)
-    scheme.row(update, 0.53, "memory <i>M</i><sub>1:h-1</sub>, decoded: against local forgetting", found.old_kept)
+    scheme.row(update, 0.80, "new images <i>D</i><sub>h</sub>", found.new)
+    scheme.row(update, 0.54, "memory <i>M</i><sub>1:h-1</sub>, decoded: against local forgetting", found.old_kept)
     scheme.row(update, 0.28, "drawn around centroids: against global forgetting", found.made)
-    scheme.arrow(0.5, 0.17, 0.5, 0.10, "trained on together")
+    scheme.arrow(0.5, 0.11, 0.5, 0.03, "trained on together")
     scheme.box(memory, "Memory update", COLOURS[2])
-    scheme.row(memory, 0.72, "memory <i>M</i><sub>1:h</sub>, decoded", found.after)
-    scheme.note(memory, 0.42, f"one client keeps {in_bytes(trial.costs[h].kept_max)}")
-    scheme.note(memory, 0.34, "as codes, never as images")
+    scheme.row(memory, 0.72, "codes of old tasks, decoded", found.old_after)
+    scheme.row(memory, 0.40, "codes of task h, added", found.new_after)
+    scheme.note(memory, 0.10, f"a client keeps {in_bytes(trial.costs[h].kept_max)}<br>of codes, and no image")
     scheme.arrow(0.255, 0.5, 0.285, 0.5, "")
     scheme.arrow(0.715, 0.5, 0.745, 0.5, "")
     return chart(
@@ -104,7 +105,7 @@ def how_hybrid_replay_goes(evidence: Evidence) -> Chart | str:
         [
             ("images of task 1", len(found.first)), ("new images", len(found.new)),
             ("decoded exemplars", len(found.old_kept)), ("made up", len(found.made)),
-            ("decoded after the task", len(found.after)),
+            ("decoded after the task", len(found.old_after) + len(found.new_after)),
         ],
     )  # fmt: skip
 
@@ -121,7 +122,8 @@ class Phases:
     new: list[Tensor]
     old_kept: list[Tensor]
     made: list[Tensor]
-    after: list[Tensor]
+    old_after: list[Tensor]
+    new_after: list[Tensor]
 
 
 def _phases(group: Group, trial: Trial) -> Phases | None:
@@ -140,7 +142,8 @@ def _phases(group: Group, trial: Trial) -> Phases | None:
     old = list(range(h))
     found = Phases(
         group, trial, h, first=some(0, "real", [0]), first_kept=some(0, "kept", [0]), new=some(h, "real", [h]),
-        old_kept=some(h - 1, "kept", old), made=some(h - 1, "made", old), after=some(h, "kept", [*old, h][-MOST:]),
+        old_kept=some(h - 1, "kept", old), made=some(h - 1, "made", old), old_after=some(h, "kept", old),
+        new_after=some(h, "kept", [h]),
     )  # fmt: skip
     return found if found.first and found.new and found.old_kept else None
 
@@ -182,12 +185,12 @@ class _Scheme:
     def row(self, across: tuple[float, float], top: float, title: str, pictures: Sequence[Tensor]) -> None:
         low, high = across
         self._text((low + high) / 2, top + 0.05, title, 12)
-        wide = min(0.055, (high - low - 0.02) / max(1, len(pictures)))
+        wide = min(0.07, (high - low - 0.02) / max(1, len(pictures)))
         begin = (low + high - wide * len(pictures)) / 2
         for i, picture in enumerate(pictures):
             self.figure.add_layout_image(
                 source=_url(picture), x=begin + wide * i, y=top + 0.01, xref="x", yref="y", sizex=wide * 0.92,
-                sizey=0.13, xanchor="left", yanchor="top", sizing="contain", layer="above",
+                sizey=0.16, xanchor="left", yanchor="top", sizing="contain", layer="above",
             )  # fmt: skip
 
     def arrow(self, x0: float, y0: float, x1: float, y1: float, title: str) -> None:
