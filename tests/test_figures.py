@@ -1,5 +1,7 @@
 """Figures as files, and the paper's figures beside its values: what they show is what runs and the paper say."""
 
+import base64
+import io
 import json
 import shutil
 import sys
@@ -25,7 +27,9 @@ from fcil.report.evidence import Evidence, gather
 from fcil.report.figures import WIDTH, write_figures
 from fcil.report.paper import PAPER_FINAL
 from fcil.report.paper_curves import BY_MEMORY, BY_TASK, MEMORIES, MEMORYLESS, SWEPT
+from fcil.report.replay_figure import what_is_replayed
 from fcil.report.schemes import how_hybrid_replay_goes, where_forgetting_happens
+from fcil.results.gallery import Gallery
 from fcil.scenario.benchmarks import Benchmark
 from fcil.scenario.memory import budget
 
@@ -217,6 +221,28 @@ def test_figure_2_shows_a_runs_own_images(tmp_path: Path) -> None:
         "images of task 1": 2, "new images": 2, "decoded exemplars": 4, "made up": 4, "decoded after the task": 6
     }  # fmt: skip
     assert len(chart.figure.layout.images) == 2 + 2 + 2 + 4 + 4 + 4 + 2
+
+
+def test_what_is_replayed_is_cut_from_the_galleries(tmp_path: Path) -> None:
+    classes, grey, bright = [f"class {j}" for j in range(8)], 90, 200
+    for method, kept in (("hr", True), ("mfcl", False), ("lwf", None)):
+        folder = write_run(tmp_path, method)
+        gallery = Gallery(folder)
+        for t in range(4):
+            seen = {j: torch.full((1, 8, 8), grey + j, dtype=torch.uint8) for j in range(2 * t + 2)}
+            made_up = {j: torch.full((1, 8, 8), bright, dtype=torch.uint8) for j in seen}
+            gallery.add(t, {j: p for j, p in seen.items() if j >= 2 * t}, seen if kept else {}, made_up)
+        if kept is not None:
+            gallery.save(classes, 4)
+    (write_run(tmp_path, "glfc") / "replay.png").write_bytes(b"torn")
+    chart = made(what_is_replayed(evidence(tmp_path)))
+    assert [row["method"] for row in rows(chart)] == ["mfcl", "hr"]
+    texts = [note.text for note in chart.figure.layout.annotations]
+    assert texts[:3] == ["real images (hr)", "mfcl", "hr"]
+    strips = [Image.open(io.BytesIO(base64.b64decode(i.source.split(",")[1]))) for i in chart.figure.layout.images]
+    assert len(strips) == 4, "of the real images and of mfcl one, of hr two"
+    assert [strip.getpixel((3 * (48 + 4) + 20, 20))[0] for strip in strips] == [grey + 3, bright, grey + 3, bright]
+    assert "is left out" in str(what_is_replayed(evidence(tmp_path / "digits" / "lwf")))
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: apt-get install chromium")

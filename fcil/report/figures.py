@@ -39,10 +39,11 @@ def all_charts() -> tuple[Callable[[Evidence], Any], ...]:
     """Return every function that draws runs: those of the page, and the paper's figures."""
     try:
         from fcil.report.charts import CHARTS, PAPER
+        from fcil.report.replay_figure import what_is_replayed
         from fcil.report.schemes import how_hybrid_replay_goes, where_forgetting_happens
     except ImportError as error:
         raise UserError(f"figures need the package {error.name}; install it with: pip install fcil[report]") from None
-    return (*CHARTS, *PAPER, where_forgetting_happens, how_hybrid_replay_goes)
+    return (*CHARTS, *PAPER, where_forgetting_happens, how_hybrid_replay_goes, what_is_replayed)
 
 
 def _figures(evidence: Evidence, missing: list[str]) -> list[tuple[str, Any]]:

@@ -88,7 +88,7 @@ def how_hybrid_replay_goes(evidence: Evidence) -> Chart | str:
     scheme.box(update, f"Model update, task {h + 1}: {trial.overall[h]:.0f} % on all classes so far", COLOURS[0])
     scheme.row(update, 0.80, "new images <i>D</i><sub>h</sub>", found.new)
     scheme.row(update, 0.54, "memory <i>M</i><sub>1:h-1</sub>, decoded: against local forgetting", found.old_kept)
-    scheme.row(update, 0.28, "drawn around centroids: against global forgetting", found.made)
+    scheme.row(update, 0.28, "made up from class means: against global forgetting", found.made)
     scheme.arrow(0.5, 0.11, 0.5, 0.03, "trained on together")
     scheme.box(memory, "Memory update", COLOURS[2])
     scheme.row(memory, 0.72, "codes of old tasks, decoded", found.old_after)
@@ -100,7 +100,7 @@ def how_hybrid_replay_goes(evidence: Evidence) -> Chart | str:
         "figure-2", "How Hybrid Replay goes from task to task",
         f"The paper's Figure 2 with images of a run: {group.label} on {evidence.section.benchmark}, seed {trial.seed}. "
         "Task 1 is learned and coded; every later task is learned together with what the codes give back and what is "
-        "made up around the centroids, and then adds its own codes.",
+        "made up from the means of classes, and then adds its own codes.",
         scheme.figure, ("what", "images"),
         [
             ("images of task 1", len(found.first)), ("new images", len(found.new)),
