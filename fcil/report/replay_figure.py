@@ -35,8 +35,10 @@ def what_is_replayed(evidence: Evidence) -> Chart | str:
     figure = go.Figure()
     figure.add_scatter(x=[0, 1], y=[0, len(cuts)], mode="markers", marker={"opacity": 0}, hoverinfo="skip")
     first = next((cut for cut in cuts if cut.group.label == "hr"), cuts[0])  # each method follows exemplars of its own
-    own = (f"real images ({first.group.label})", first.real, [])
-    rows = [own, *((cut.group.label, cut.kept, cut.made) for cut in cuts)]
+    rows: list[tuple[str, list[Image.Image], list[Image.Image]]] = [
+        (f"real images ({first.group.label})", first.real, []),
+        *((cut.group.label, cut.kept, cut.made) for cut in cuts),
+    ]
     for place, (label, kept, made) in enumerate(rows):
         figure.add_annotation(x=0.19, y=place + 0.5, text=label, showarrow=False, xanchor="right")
         for (_, low, high), cells in zip(BLOCKS, (kept, made), strict=True):
