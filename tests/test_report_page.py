@@ -32,9 +32,10 @@ from fcil.report import charts
 from fcil.report.centroid_map import flattened
 from fcil.report.drawing import Chart
 from fcil.report.evidence import Evidence, gather
+from fcil.report.figures import all_charts
 from fcil.report.page import page_of, pictures_of, write_page
 from fcil.report.views import FEW, kind_of, selections
-from fcil.report.watch import served
+from fcil.report.watch import Live, served
 from fcil.results.ledger import read, result_of
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -347,9 +348,9 @@ def test_whatever_a_ledger_says_the_charts_are_drawn_or_it_is_named(
         (folder / "result.json").write_text(json.dumps(result | {"ledger_sha256": sha256(folder / "ledger.jsonl")}))
     (found, *_), left_out = gather([root])
     assert len(found.groups) + len(left_out) == 2 and all(str(folder) in sentence for sentence in left_out)
-    for draw in charts.CHARTS:
+    for draw in all_charts():
         chart = draw(found)
-        assert isinstance(chart, str) or json.loads(chart.figure.to_json())["data"]
+        assert isinstance(chart, str) or all(json.loads(view.figure.to_json())["data"] for view in chart.views)
 
 
 def test_a_missing_folder_is_named_and_a_repeated_one_counts_once(tmp_path: Path) -> None:
@@ -383,9 +384,14 @@ def test_without_the_extra_one_sentence_names_it(package: str, tmp_path: Path, m
     write_run(tmp_path, "icarl")
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "fcil.report.charts")
-    with pytest.raises(UserError, match=rf"a page needs the package {package}.*; .*pip install fcil\[report\]"):
+    for name in ("charts", "courses"):
+        monkeypatch.delitem(sys.modules, f"fcil.report.{name}")
+    told = rf"a page needs the package {package}.*; .*pip install fcil\[report\]"
+    with pytest.raises(UserError, match=told):
         write_page([tmp_path], tmp_path / "page.html")
+    (tmp_path / "made-up/icarl/0/result.json").unlink()
+    with pytest.raises(UserError, match=told), served(tmp_path / "made-up/icarl/0"):
+        pass
 
 
 def test_a_torn_picture_is_left_out(tmp_path: Path) -> None:
@@ -459,6 +465,13 @@ def test_a_run_is_watched_while_it_goes_on(tmp_path: Path) -> None:
         finally:
             server.shutdown()
             thread.join()
+
+
+def test_a_foreign_ledger_is_said_and_not_drawn(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, "hr", tasks=2, finish=False)
+    (folder / "ledger.jsonl").write_text('{"kind": "round", "task": "first"}\n')
+    page = Live(folder).page()
+    assert "There is nothing to draw yet" in page and f"the ledger of {folder} is not one of ours" in page
 
 
 def test_what_has_not_begun_is_not_watched(tmp_path: Path) -> None:

@@ -86,9 +86,10 @@ def capacity(evidence: Evidence) -> Chart | str:
 
 def psnr_of(trial: Trial) -> float | None:
     """Return how near a run's exemplars are to their images, in dB: its own measure, an audit's, or the gallery's."""
-    told = trial.run.result.get("measured", {}).get("psnr")
-    if told is None and isinstance(kept := _audit(trial.run.folder).get("kept"), dict):
-        told = kept.get("psnr")
+    told = None
+    for told_by in (trial.run.result.get("measured"), _audit(trial.run.folder).get("kept")):
+        if told is None and isinstance(told_by, dict):
+            told = told_by.get("psnr")
     return float(told) if isinstance(told, int | float) else _pictured(trial.run.folder)
 
 

@@ -47,11 +47,14 @@ class Live:
                 self.drawn = (state["drawn"], self._page(state))
             return self.drawn[1]
 
-    def loss(self) -> dict[str, Any]:
-        """Return the chart of the training loss so far, as the page has it."""
+    def loss(self) -> dict[str, Any] | None:
+        """Return the chart of the training loss so far, as the page has it; None where the ledger is no run's."""
         lines = read(self.folder / "ledger.jsonl")
         first = next((line for line in lines if line.get("kind") == "run"), {})
-        return island(_loss_so_far(lines, first), "now")
+        try:
+            return island(_loss_so_far(lines, first), "now")
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            return None
 
     def _page(self, state: dict[str, Any]) -> str:
         found, left_out = gather([self.folder], unfinished=True)
@@ -60,7 +63,10 @@ class Live:
         if not found and not state["rounds"]:
             return _waiting([*left_out, state["now"]])
         said = left_out if found or state["drawn"] != "0" else []  # before a task has ended, nothing is wrong
-        return page_of(found, said, live={**state, "title": f"watching {self.folder}", "chart": self.loss()})
+        drawn = self.loss()
+        if drawn is None:
+            return _waiting([*left_out, f"the ledger of {self.folder} is not one of ours"])
+        return page_of(found, said, live={**state, "title": f"watching {self.folder}", "chart": drawn})
 
 
 @contextmanager
@@ -79,8 +85,8 @@ def served(folder: Path, port: int = 0) -> Iterator[ThreadingHTTPServer]:
                 return self.answer(live.page(), "text/html")
             if self.path == "/state":
                 return self.answer(json.dumps(live.state()), "application/json")
-            if self.path == "/loss":
-                return self.answer(json.dumps(live.loss()["content"]), "application/json")
+            if self.path == "/loss" and (drawn := live.loss()):
+                return self.answer(json.dumps(drawn["content"]), "application/json")
             self.send_error(404)
 
         def answer(self, text: str, kind: str) -> None:
@@ -104,8 +110,10 @@ def served(folder: Path, port: int = 0) -> Iterator[ThreadingHTTPServer]:
 
 
 def _loss_so_far(lines: Sequence[Mapping[str, Any]], first: Mapping[str, Any]) -> Any:
-    from fcil.report.courses import loss_chart
-
+    try:
+        from fcil.report.courses import loss_chart
+    except ImportError as error:
+        raise UserError(f"a page needs the package {error.name}; install it with: pip install fcil[report]") from None
     rounds = rounds_of(lines)
     name, settings = str(first.get("method", "?")), settings_text(first.get("settings", {}))
     return loss_chart([(name, (name, settings), rounds, [r.loss for r in rounds])])
