@@ -90,7 +90,7 @@ def by_memory(evidence: Evidence) -> Chart | str:
     figure.update_yaxes(title="final accuracy (%)", range=[0, 100])
     figure.update_layout(height=480)
     return chart(
-        "paper-by-memory", "Final accuracy by memory, beside the paper's",
+        "paper-by-memory", "Final accuracy by memory" + (", beside the paper's" if claimed else ""),
         "The room of so many raw images for each class, over the whole federation, used for images or for codes. "
         + (CLAIMS if claimed else "The paper has no such curve for this benchmark."),
         figure, ("method", "settings", "seeds", "memory", "final", "final_sem", "paper_final"), rows,
