@@ -86,6 +86,7 @@ class Fit:
     steps: int = 0  # 0: the protocol's, counted by the pool's size where it speaks of epochs
     momentum: float | None = None  # None, here and below: the protocol's
     weight_decay: float | None = None
+    new_share: float | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from torch import nn
 
 from fcil.federation.engine import threads
 from fcil.networks import AutoEncoder, ResNet18, SmallNet, build_autoencoder
-from fcil.networks.autoencoder import Decoder, Encoder, enlargements
+from fcil.networks.autoencoder import Decoder, Encoder
+from fcil.networks.enlarging import enlarged, enlargements, transposed
 
 
 def parameters(net: nn.Module) -> int:
@@ -100,6 +101,18 @@ def test_enlargements_reach_every_side() -> None:
         grid, first, second = enlargements(side)
         assert 1 <= grid <= 8 and 2 <= first <= second
         assert (grid - 1) * first * second < side <= grid * first * second  # no whole row of the grid is cut off
+
+
+@pytest.mark.parametrize("factor", [2, 3, 4])
+def test_a_convolution_of_enlarged_maps_is_one_transposed_convolution(factor: int) -> None:
+    convolution = torch.nn.Conv2d(3, 5, 3, padding=1).double()
+    x = torch.randn(2, 3, 4, 6, dtype=torch.float64, requires_grad=True)
+    back = torch.randn(2, 5, 4 * factor, 6 * factor, dtype=torch.float64)
+    both, at_once = convolution(enlarged(x, factor)), transposed(convolution, x, factor)
+    of = [x, *convolution.parameters()]
+    assert torch.allclose(both, at_once)
+    for one, other in zip(torch.autograd.grad(both, of, back), torch.autograd.grad(at_once, of, back), strict=True):
+        assert torch.allclose(one, other)
 
 
 @pytest.mark.parametrize("side", [8, 28, 32, 64, 84, 96, 224])

@@ -37,15 +37,16 @@ def placed(
     """Place the centroids of a task's new classes beside the old ones, which stay; Eq. 9, mended.
 
     They start from the means that clients proposed, as sums and counts; a class that nobody has from the others' mean.
+    So few numbers, and a look at them in every step, are a CPU's work wherever they come from.
     """
-    p = centroids.clone()
+    p = centroids.cpu().clone()
     proposed = {j: (sums[j] / counts[j]).to(p) for j in task.new if j in sums}
     nobody_has_it = torch.stack(list(proposed.values())).mean(0) if proposed else torch.zeros_like(p[0])
     start = torch.stack([proposed.get(j, nobody_has_it) for j in task.new])
     still, draws = p[list(task.old)], torch.Generator().manual_seed(seed_of("jitter", task.index))
     start = jittered(within_reach(start, still, sigma), sigma, draws)
     p[list(task.new)] = ALIGNMENTS[alignment](start, still, sigma, steps=steps)
-    return p
+    return p.to(centroids)
 
 
 def counted(codes: ByClass, centroids: Tensor, seen: Tensor) -> Tensor:
@@ -84,16 +85,21 @@ def within_reach(points: Tensor, fixed: Tensor, sigma: float) -> Tensor:
 
 def energy(moving: Tensor, fixed: Tensor, sigma: float, depth: float = 1.0) -> Tensor:
     """Lennard-Jones energy, Eq. 8: sum over pairs of 4 eps ((s/r)^12 - (s/r)^6)."""
-    sixth = (sigma / _distances(moving, fixed)) ** 6
-    pairs = 4 * depth * (sixth**2 - sixth)
-    return pairs[:, : len(moving)].sum() / 2 + pairs[:, len(moving) :].sum()
+    return energy_and_gradient(moving, fixed, sigma, depth)[0]
 
 
 def gradient(moving: Tensor, fixed: Tensor, sigma: float, depth: float = 1.0) -> Tensor:
     """Gradient of `energy`: sum over pairs of 24 eps (s^6/r^8 - 2 s^12/r^14) (p - p')."""
+    return energy_and_gradient(moving, fixed, sigma, depth)[1]
+
+
+def energy_and_gradient(moving: Tensor, fixed: Tensor, sigma: float, depth: float) -> tuple[Tensor, Tensor]:
+    """Return both from the same distances."""
     r = _distances(moving, fixed)
     sixth = (sigma / r) ** 6
-    return _towards(moving, fixed, 24 * depth * (sixth - 2 * sixth**2) / r**2)
+    pairs = 4 * depth * (sixth**2 - sixth)
+    slope = _towards(moving, fixed, 24 * depth * (sixth - 2 * sixth**2) / r**2)
+    return pairs[:, : len(moving)].sum() / 2 + pairs[:, len(moving) :].sum(), slope
 
 
 def printed_step(moving: Tensor, fixed: Tensor, sigma: float, depth: float = 1.0) -> Tensor:
@@ -107,18 +113,19 @@ def lennard_jones(
 ) -> Tensor:
     """Let `moving` descend the Lennard-Jones energy; no step raises it, none is longer than 0.05 sigma."""
     p, still = moving.double(), fixed.double()
-    now = energy(p, still, sigma, depth)
+    now, slope = energy_and_gradient(p, still, sigma, depth)
     for _ in range(steps):
-        slope = gradient(p, still, sigma, depth)
         if slope.norm(dim=1).max() * sigma < 1e-6 * depth:
             break
         there = p - _capped(rate * slope, sigma)
-        while not (then := energy(there, still, sigma, depth)) <= now and rate > 1e-12:
+        then, its_slope = energy_and_gradient(there, still, sigma, depth)
+        while not then <= now and rate > 1e-12:
             rate /= 2
             there = p - _capped(rate * slope, sigma)
+            then, its_slope = energy_and_gradient(there, still, sigma, depth)
         if not then <= now:
             break
-        p, now, rate = there, then, 1.1 * rate
+        p, now, slope, rate = there, then, its_slope, 1.1 * rate
     return p.to(moving)
 
 

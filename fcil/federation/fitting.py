@@ -37,7 +37,7 @@ class Work:
     clip: float
 
     new: tuple[int, ...]  # classes that have a share of every step
-    new_share: float  # how large it is; 0 takes images as they come
+    new_share: float  # how large it is at least; 0 takes images as they come
 
     def tables(self, generator: torch.Generator) -> dict[str, Tensor]:
         """Draw what every step takes of each pool: (steps, size) indices."""
@@ -48,11 +48,12 @@ class Work:
         }  # fmt: skip
 
     def _shared(self, pool: Pool, generator: torch.Generator) -> Tensor:
-        """Draw so many images of new classes in every step, and as many as are missing of the others."""
+        """Draw so many images of new classes in every step, if fewer would come, and the missing ones of the others."""
         is_new = torch.isin(pool.labels, torch.tensor(self.new, device=pool.labels.device))
         number = min(self.sizes[""] - 1, max(1, round(self.new_share * self.sizes[""])))
         parts = [(is_new.nonzero()[:, 0], number), ((~is_new).nonzero()[:, 0], self.sizes[""] - number)]
-        if self.sizes[""] == 1 or not all(len(rows) for rows, _ in parts):
+        enough = len(parts[0][0]) >= self.new_share * len(pool)
+        if enough or self.sizes[""] == 1 or not all(len(rows) for rows, _ in parts):
             parts = [(torch.arange(len(pool), device=is_new.device), self.sizes[""])]
         drawn = [rows[order(len(rows), self.steps * size, generator)].view(self.steps, -1) for rows, size in parts]
         return torch.cat(drawn, 1)
@@ -69,7 +70,7 @@ def work(fit: Fit, protocol: Protocol, call: Call) -> Work:
         rates=[fit.lr * rate(protocol, begins, ends) for begins, ends in pairwise(shares)],
         momentum=protocol.momentum if fit.momentum is None else fit.momentum,
         weight_decay=protocol.weight_decay if fit.weight_decay is None else fit.weight_decay,
-        clip=protocol.clip, new=call.new, new_share=protocol.new_share,
+        clip=protocol.clip, new=call.new, new_share=protocol.new_share if fit.new_share is None else fit.new_share,
     )  # fmt: skip
 
 

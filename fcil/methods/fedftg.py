@@ -11,9 +11,10 @@ round had of them when they were new. Every teacher, and a client's own training
 images are too far from real ones to tell from them how old and new classes compare.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fcil.blocks.losses import cross_entropy
+from fcil.blocks.recorded import Recorded, adam, restarted, sgd
 from fcil.blocks.softmax import Model, scores
 from fcil.blocks.training import as_bytes, loaded, normal, weights_of
 from fcil.federation.rounds import pace
@@ -103,7 +105,8 @@ class Server:
         self.config, self.setting, self.student = config, setting, setting.classifier()
         width: int = self.student.body.begins  # type: ignore[assignment]
         self.generator = ConditionalGenerator(config.latent, setting.capacity, setting.shape, width)
-        self.scratch: list[nn.Module] = []  # networks for teachers, as many as a round ever had
+        self.scratch: list[Teacher] = []  # as many as a round ever had
+        self.bench: Bench | None = None
         nothing, weights = mask((), setting.capacity), weights_of(self.student)
         counts = torch.zeros(setting.capacity)
         self.state = State(weights, nothing, nothing, {}, counts, weights_of(self.generator))
@@ -139,29 +142,19 @@ class Server:
             weights, knows = [*weights, s.old_weights], torch.cat([knows, s.old[None]])
             counts = torch.cat([counts, (s.counts * s.old)[None]])
         share = shares(counts)
-        compared = ((share > 0).to(counts).T @ knows.to(counts) > 0).to(device)  # classes, for images of each class
+        compared = (share > 0).to(counts).T @ knows.to(counts) > 0  # classes, for images of each class
         teachers = self.teachers(weights, knows.to(device), share.to(device))
         student, generator = self.student.to(device), self.generator.to(device)
         loaded(student, s.weights), loaded(generator, s.generator)
         random, factor = torch.Generator().manual_seed(seed), pace(self.setting.protocol, round)
         labels = torch.multinomial(counts.sum(0), c.iterations * c.fakes, replacement=True, generator=random)
         noise = normal((len(labels), c.latent), random).to(device)
-        adam = torch.optim.Adam(generator.parameters(), c.generator_lr * factor, fused=True)
-        sgd = torch.optim.SGD(student.parameters(), c.student_lr * factor, weight_decay=c.student_decay, fused=True)
+        bench = self.bench = self.bench or Bench(c, student, generator, self.setting)
+        restarted(bench.adam, c.generator_lr * factor), restarted(bench.sgd, c.student_lr * factor)
+        bench.compared.copy_(compared)
         for z, y in zip(torch.split(noise, c.fakes), torch.split(labels.to(device), c.fakes), strict=True):
-            student.eval()
-            generator.train()
-            for teacher in teachers:
-                images = generator(z, y)
-                same = c.diversify / len(teachers) * sameness(z, images)
-                descend(self.ease(student.normalise.pixels(images), y, teacher) + same, adam)
-            student.train(c.student_norm == "batch")
-            generator.eval()
-            with torch.no_grad():
-                images = student.normalise.pixels(generator(z, y))
-                target = ensemble([teacher.net(images) for teacher in teachers], y, teachers)
-            for _ in range(c.student_steps):
-                descend(soft_cross_entropy(student(images), target, compared[y]), sgd)
+            bench.noise.copy_(z), bench.labels.copy_(y)
+            bench.turn(teachers)
         learned = {name for name, _ in student.named_parameters()}
         statistics = {name: value for name, value in s.weights.items() if name not in learned}
         s.weights, s.generator = weights_of(student) | statistics, weights_of(generator)
@@ -169,15 +162,12 @@ class Server:
     def teachers(self, weights: list[Weights], knows: Tensor, share: Tensor) -> list[Teacher]:
         """Put weights into networks; memory for these is taken once."""
         while len(self.scratch) < len(weights):
-            self.scratch.append(deepcopy(self.student).requires_grad_(False))
-        nets = (loaded(net.to(knows.device), own) for net, own in zip(self.scratch, weights, strict=False))
-        return [Teacher(*parts) for parts in zip(nets, knows, share, strict=True)]
-
-    def ease(self, images: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
-        """Return what the generator lowers for one teacher: how far student and teacher agree, and err on the class."""
-        said, weight = teacher.net(images), teacher.share[labels]
-        wrong = classification(said, labels, teacher.knows, weight, self.config.code_quirk)
-        return self.config.classify * wrong - disagreement(self.student(images), said, teacher.knows, weight)
+            net = deepcopy(self.student).requires_grad_(False).to(knows.device)
+            self.scratch.append(Teacher(net, torch.zeros_like(knows[0]), torch.zeros_like(share[0])))
+        for teacher, *own in zip(self.scratch, weights, knows, share, strict=False):
+            loaded(teacher.net, own[0])
+            teacher.knows.copy_(own[1]), teacher.share.copy_(own[2])
+        return self.scratch[: len(weights)]
 
     @torch.no_grad()
     def look(self) -> ByClass:
@@ -188,6 +178,64 @@ class Server:
         made = loaded(self.generator.to(device), s.generator)(noise, classes.to(device))
         images = as_bytes(self.student.to(device).normalise.pixels(made)).cpu()
         return dict(zip(classes.tolist(), images, strict=True))
+
+
+class Bench:
+    """Where generator and model learn in turn, step by step, from what lies here."""
+
+    def __init__(self, config: Config, student: nn.Module, generator: nn.Module, setting: Setting):
+        self.config, self.student, self.generator = config, student, generator
+        self.adam, self.sgd = adam(generator), sgd(student, config.student_decay)
+        self.device = torch.device(setting.device)
+        self.noise = torch.zeros(config.fakes, config.latent, device=self.device)
+        self.labels = torch.zeros(config.fakes, dtype=torch.int64, device=self.device)
+        self.images = torch.zeros(config.fakes, *setting.shape, device=self.device)
+        self.target = torch.zeros(config.fakes, setting.capacity, device=self.device)
+        self.compared = torch.zeros(setting.capacity, setting.capacity, dtype=torch.bool, device=self.device)
+        self.recorded: dict[tuple[str, int, int], Recorded] = {}
+
+    def turn(self, teachers: list[Teacher]) -> None:
+        """Let the generator please each teacher, and then the model hear what all of them say of its images."""
+        count = len(teachers)
+        for i, teacher in enumerate(teachers):
+            self._do("please", i, count, partial(self.please, teacher, count))
+        self._do("ask", 0, count, partial(self.ask, teachers))
+        for _ in range(self.config.student_steps):
+            self._do("learn", 0, 0, self.learn)
+
+    def please(self, teacher: Teacher, count: int) -> None:
+        """Take a step of the generator for one of so many teachers."""
+        self.student.eval()
+        self.generator.train()
+        images = self.generator(self.noise, self.labels)
+        same = self.config.diversify / count * sameness(self.noise, images)
+        pixels: Tensor = self.student.normalise.pixels(images)  # type: ignore[operator, union-attr]
+        descend(self.ease(pixels, self.labels, teacher) + same, self.adam)
+
+    @torch.no_grad()
+    def ask(self, teachers: list[Teacher]) -> None:
+        """Make images, and ask all teachers what they are."""
+        made = self.generator.eval()(self.noise, self.labels)
+        self.images.copy_(self.student.normalise.pixels(made))  # type: ignore[operator, union-attr]
+        self.target.copy_(ensemble([teacher.net(self.images) for teacher in teachers], self.labels, teachers))
+
+    def learn(self) -> None:
+        """Take a step of the model towards what they say."""
+        self.student.train(self.config.student_norm == "batch")
+        logits = self.student(self.images)
+        descend(soft_cross_entropy(logits, self.target, self.compared[self.labels]), self.sgd)
+
+    def ease(self, images: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
+        """Return what the generator lowers for one teacher: how far student and teacher agree, and err on the class."""
+        said, weight = teacher.net(images), teacher.share[labels]
+        wrong = classification(said, labels, teacher.knows, weight, self.config.code_quirk)
+        return self.config.classify * wrong - disagreement(self.student(images), said, teacher.knows, weight)
+
+    def _do(self, what: str, teacher: int, count: int, work: Callable[[], None]) -> None:
+        key = what, teacher, count
+        if key not in self.recorded:
+            self.recorded[key] = Recorded(work, self.device)
+        self.recorded[key]()
 
 
 class Client:
@@ -259,9 +307,8 @@ def soft_cross_entropy(logits: Tensor, target: Tensor, classes: Tensor) -> Tenso
 
 def descend(value: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """Take one step down from `value`; only the gradients of what learns are computed."""
-    parameters = optimizer.param_groups[0]["params"]
-    for p, slope in zip(parameters, torch.autograd.grad(value, parameters), strict=True):
-        p.grad = slope
+    optimizer.zero_grad()
+    value.backward(inputs=optimizer.param_groups[0]["params"])  # type: ignore[no-untyped-call]
     optimizer.step()
 
 

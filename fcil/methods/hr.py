@@ -58,7 +58,8 @@ class Config:
         choices=("codes", "raw", "images", "none"),
     )  # fmt: skip
     memory_share: float = knob(1.0, "share of the benchmark's memory that is used", least=0, most=1)
-    distill: float = knob(1.0, "weight of line 20 beside the pull: the old encoder keeps old classes in place", least=0)
+    distill: float = knob(0.3, "weight of line 20 beside the pull: the old encoder keeps old classes in place", least=0)
+    new_share: float = knob(0.25, "least share of a step's images that are of new classes", least=0, most=0.99)
     global_replay: bool = knob(True, "line 9: make up images of classes that the client has no code of")
     made_up: int = knob(
         0, "images made up of such a class; 0: as many as there are codes of others, on average", least=0
@@ -212,8 +213,10 @@ class Client:  # Algorithm 2
     def train(self, memory: Memory, data: LocalData, message: Model) -> Training[Update]:  # 3
         load = {"net": message.weights} | ({"old": message.old_weights} if message.old_weights else {})  # 12
         pool = data.cached("interleaved", lambda generator: self.interleaved(memory, data, message, generator))
-        fit = Fit(self.loss, load, ("net",), pool, self.config.lr, self.given(pool, data.task, message))
-        trained = yield fit  # 15-17, 22-25
+        trained = yield Fit(
+            self.loss, load, ("net",), pool, self.config.lr, self.given(pool, data.task, message),
+            new_share=self.config.new_share,
+        )  # fmt: skip  # 15-17, 22-25
         own = data.cached(
             "own", lambda _: int((~pool.extra["made"]).sum())
         )  # what is made up is no reason to weigh more

@@ -5,17 +5,14 @@ linear layer and three convolutions; with 64 channels it has 1,411,459 parameter
 (the paper's 1.4M) and 1,755,011 for codes of 2,117 numbers at 84x84 (its 1.8M).
 """
 
-from math import ceil
-
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from fcil.networks.enlarging import convolved_large, enlargements
 from fcil.networks.heads import Body, Linear, Normalise, pooled
 from fcil.networks.norm import activated, normalisation
 
 FIRST_LAYER = 1_700_000  # parameters that the decoder's linear layer may have: what the paper's 1.8M leaves for it
-LARGEST_GRID = 8  # side of the maps that the linear layer makes
 
 
 class AutoEncoder(nn.Module):
@@ -71,30 +68,6 @@ class Decoder(nn.Module):
     def forward(self, codes: Tensor) -> Tensor:
         x = activated(self.norms[0], self.linear(codes).view(-1, self.maps, self.grid, self.grid), slope=1.0)  # type: ignore[arg-type]
         for factor, convolution, norm in zip(self.enlarge, self.convolutions[:2], self.norms[1:], strict=True):
-            x = activated(norm, convolution(enlarged(x, factor)), slope=0.2)  # type: ignore[arg-type]
+            x = activated(norm, convolved_large(convolution, x, factor), slope=0.2)  # type: ignore[arg-type]
         images: Tensor = self.convolutions[2](x)[..., : self.side, : self.side].to(codes).sigmoid()
         return images
-
-
-def enlarged(x: Tensor, factor: int) -> Tensor:
-    """Repeat every pixel `factor` times in both directions."""
-    if not x.is_cuda:
-        return F.interpolate(x, scale_factor=float(factor))
-    count, channels, height, width = x.shape  # a copy with the channels last: three times as fast as interpolating
-    pixels = x.permute(0, 2, 3, 1)[:, :, None, :, None].expand(count, height, factor, width, factor, channels)
-    return pixels.reshape(count, height * factor, width * factor, channels).permute(0, 3, 1, 2)
-
-
-def enlargements(side: int) -> tuple[int, int, int]:
-    """Return a grid and two factors, both at least 2, that enlarge it to `side` or just beyond it.
-
-    The grid is of 5 to 8, or smaller where twice two is enough for a small image.
-    """
-    factors = range(2, max(3, ceil(side / LARGEST_GRID / 2) + 1))
-    found = [
-        (grid * first * second - side, first * second, second - first, (grid, first, second))
-        for first in factors
-        for second in factors[first - 2 :]
-        if (grid := ceil(side / (first * second))) <= LARGEST_GRID and (2 * grid > LARGEST_GRID or second == 2)
-    ]
-    return min(found)[-1]  # the least beyond, then the largest grid, then the most even factors

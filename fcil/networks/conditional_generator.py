@@ -8,7 +8,7 @@ make into an image. With 64 maps each it has 1,690,115 parameters for noise of 2
 import torch
 from torch import Tensor, nn
 
-from fcil.networks.autoencoder import enlarged, enlargements
+from fcil.networks.enlarging import convolved_large, enlargements
 from fcil.networks.norm import activated
 
 
@@ -35,6 +35,6 @@ class ConditionalGenerator(nn.Module):
         ]
         x = activated(self.norms[0], torch.cat(grids, 1), slope=1.0)  # type: ignore[arg-type]
         for factor, convolution, norm in zip(self.enlarge, self.convolutions[:2], self.norms[1:], strict=True):
-            x = activated(norm, convolution(enlarged(x, factor)), slope=0.2)  # type: ignore[arg-type]
+            x = activated(norm, convolved_large(convolution, x, factor), slope=0.2)  # type: ignore[arg-type]
         images: Tensor = self.last(self.convolutions[2](x)[..., : self.side, : self.side].tanh())
         return images

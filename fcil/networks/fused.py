@@ -80,7 +80,7 @@ class NormAct(torch.autograd.Function):
             TRAINING=norm.training, RESIDUAL=residual is not None,
             BM=TILE, BC=width, PARTS=triton.next_power_of_2(parts),
         )  # fmt: skip
-        ctx.save_for_backward(x, y, weight, saved)
+        ctx.save_for_backward(x, y if residual is not None else None, weight, bias, saved)
         ctx.slope, ctx.has_residual = slope, residual is not None
         return y
 
@@ -88,20 +88,22 @@ class NormAct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         """Return the gradients; only what was normalised by its own batch can be gone back through."""
-        x, y, weight, saved = ctx.saved_tensors
+        x, y, weight, bias, saved = ctx.saved_tensors
         dy = dy.contiguous(memory_format=torch.channels_last)
         rows, channels, width = x.numel() // x.shape[1], x.shape[1], _width(x.shape[1])
         blocks, parts = triton.cdiv(channels, width), _parts(rows)
         sums, programs = torch.empty(2, parts, channels, device=x.device), _programs(rows, blocks)
+        how = {"RESIDUAL": ctx.has_residual, "LINEAR": ctx.slope == 1.0, "BM": TILE, "BC": width}
+        y = x if y is None else y  # unused
         _back_sums[(blocks, parts)](
-            x, y, dy, saved, sums, rows, channels, triton.cdiv(rows, parts), ctx.slope, BM=TILE, BC=width
+            x, y, dy, weight, bias, saved, sums, rows, channels, triton.cdiv(rows, parts), ctx.slope, **how
         )  # fmt: skip
         dx, dresidual = torch.empty_like(x), torch.empty_like(x) if ctx.has_residual else x
         dweight, dbias = torch.empty_like(weight), torch.empty_like(weight)
         _back_apply[(programs, blocks)](
-            x, y, dy, dx, dresidual, weight, dweight, dbias, saved, sums,
+            x, y, dy, dx, dresidual, weight, bias, dweight, dbias, saved, sums,
             rows, channels, parts, triton.cdiv(rows, programs), ctx.slope,
-            RESIDUAL=ctx.has_residual, BM=TILE, BC=width, PARTS=triton.next_power_of_2(parts),
+            PARTS=triton.next_power_of_2(parts), **how,
         )  # fmt: skip
         return dx, dweight, dbias, dresidual if ctx.has_residual else None, None, None
 
@@ -195,28 +197,50 @@ def _apply(
 
 
 @triton.jit
-def _came_back(x, y, dy, at, here, mean, inverse, slope):
-    """Return what comes back through the activation, and the normalised images."""
-    back = tl.load(dy + at, mask=here, other=0.0).to(tl.float32)
-    back = tl.where(tl.load(y + at, mask=here, other=0.0).to(tl.float32) > 0, back, back * slope)
-    normal = (tl.load(x + at, mask=here, other=0.0).to(tl.float32) - mean[None, :]) * inverse[None, :]
-    return back, normal
+def _kept(weight, bias, saved, channels, c, ok):
+    """Return mean and 1/deviation as they were, and what normalised images were multiplied by and added to."""
+    mean = tl.load(saved + channels + c, mask=ok, other=0.0)
+    inverse = tl.load(saved + 2 * channels + c, mask=ok, other=0.0)
+    scale = inverse * tl.load(weight + c, mask=ok, other=0.0)
+    return mean, inverse, scale, tl.load(bias + c, mask=ok, other=0.0) - mean * scale
 
 
 @triton.jit
-def _back_sums(x, y, dy, saved, sums, rows, channels, chunk, slope, BM: tl.constexpr, BC: tl.constexpr):
+def _came_back(
+    x, y, dy, at, here, mean, inverse, scale, shift, slope, RESIDUAL: tl.constexpr, LINEAR: tl.constexpr
+):  # fmt: skip
+    """Return what comes back through the activation, and the normalised images.
+
+    What was negative before it is seen from the result where something was added; else it is computed again, since
+    reading takes longer.
+    """
+    back = tl.load(dy + at, mask=here, other=0.0).to(tl.float32)
+    value = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
+    if not LINEAR:
+        if RESIDUAL:
+            sign = tl.load(y + at, mask=here, other=0.0).to(tl.float32)
+        else:
+            sign = value * scale[None, :] + shift[None, :]
+        back = tl.where(sign > 0, back, back * slope)
+    return back, (value - mean[None, :]) * inverse[None, :]
+
+
+@triton.jit
+def _back_sums(
+    x, y, dy, weight, bias, saved, sums, rows, channels, chunk, slope,
+    RESIDUAL: tl.constexpr, LINEAR: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     """Sum over a part of the rows what comes back, and its product with the normalised images."""
     part, parts = tl.program_id(1), tl.num_programs(1)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     ok = c < channels
-    mean = tl.load(saved + channels + c, mask=ok, other=0.0)
-    inverse = tl.load(saved + 2 * channels + c, mask=ok, other=0.0)
+    mean, inverse, scale, shift = _kept(weight, bias, saved, channels, c, ok)
     total = tl.zeros([BM, BC], dtype=tl.float32)
     product = tl.zeros([BM, BC], dtype=tl.float32)
     end = tl.minimum((part + 1) * chunk, rows)
     for start in range(part * chunk, end, BM):
         here, at = _tile(start, end, c, ok, channels, BM)
-        back, normal = _came_back(x, y, dy, at, here, mean, inverse, slope)
+        back, normal = _came_back(x, y, dy, at, here, mean, inverse, scale, shift, slope, RESIDUAL, LINEAR)
         total += back
         product += back * normal
     tl.store(sums + part * channels + c, tl.sum(total, 0), mask=ok)
@@ -225,8 +249,8 @@ def _back_sums(x, y, dy, saved, sums, rows, channels, chunk, slope, BM: tl.const
 
 @triton.jit
 def _back_apply(
-    x, y, dy, dx, dresidual, weight, dweight, dbias, saved, sums, rows, channels, parts, chunk, slope,
-    RESIDUAL: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, PARTS: tl.constexpr,
+    x, y, dy, dx, dresidual, weight, bias, dweight, dbias, saved, sums, rows, channels, parts, chunk, slope,
+    RESIDUAL: tl.constexpr, LINEAR: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Go back through activation and normalisation; the first program of a column has weight and bias."""
     program = tl.program_id(0)
@@ -237,15 +261,13 @@ def _back_apply(
     if program == 0:
         tl.store(dbias + c, total, mask=ok)
         tl.store(dweight + c, product, mask=ok)
-    mean = tl.load(saved + channels + c, mask=ok, other=0.0)
-    inverse = tl.load(saved + 2 * channels + c, mask=ok, other=0.0)
-    scale = inverse * tl.load(weight + c, mask=ok, other=0.0)
+    mean, inverse, scale, shift = _kept(weight, bias, saved, channels, c, ok)
     total = total / rows
     product = product / rows
     end = tl.minimum((program + 1) * chunk, rows)
     for start in range(program * chunk, end, BM):
         here, at = _tile(start, end, c, ok, channels, BM)
-        back, normal = _came_back(x, y, dy, at, here, mean, inverse, slope)
+        back, normal = _came_back(x, y, dy, at, here, mean, inverse, scale, shift, slope, RESIDUAL, LINEAR)
         value = scale[None, :] * (back - total[None, :] - normal * product[None, :])
         tl.store(dx + at, value.to(dx.dtype.element_ty), mask=here)
         if RESIDUAL:

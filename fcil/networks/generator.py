@@ -7,7 +7,7 @@ grid of maps, which is doubled until it is as large as an image, with a convolut
 
 from torch import Tensor, nn
 
-from fcil.networks.autoencoder import enlarged
+from fcil.networks.enlarging import convolved_large
 from fcil.networks.heads import Normalise
 from fcil.networks.norm import activated
 
@@ -44,7 +44,7 @@ class Generator(nn.Module):
     def forward(self, noise: Tensor) -> Tensor:
         x = activated(self.first, self.linear(noise).view(-1, self.maps, self.grid, self.grid), slope=1.0)
         for convolution, norm in zip(self.convolutions, self.norms, strict=True):
-            x = activated(norm, convolution(enlarged(x, 2)), slope=SLOPE)  # type: ignore[arg-type]
+            x = activated(norm, convolved_large(convolution, x, 2), slope=SLOPE)  # type: ignore[arg-type]
         margin = (x.shape[-1] - self.side) // 2
         x = x[..., margin : margin + self.side, margin : margin + self.side]
         x = self.last(x).to(noise.dtype)

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from fcil.networks.autoencoder import enlarged
+from fcil.networks.enlarging import enlarged
 from fcil.networks.heads import Linear, pooled
 from fcil.networks.norm import activated, normalisation
 

@@ -101,7 +101,8 @@ class Protocol:
     )
     new_share: float = knob(
         0.0,
-        "share of a step's images that are of new classes, where a client also has others; 0 takes them as they come",
+        "least share of a step's images that are of new classes, where a client also has others; 0 takes them as they "
+        "come",
         least=0,
         most=0.99,
     )
