@@ -1,17 +1,20 @@
 """A run from beginning to end: builds what the plan names, drives the loop, writes the run folder.
 
 The folder holds config.toml, ledger.jsonl, checkpoint/, replay.png where clients can show what they replay, further
-pictures where a server has some, and at the end model.safetensors and result.json. What is in it is never half-written,
-so a run killed at any moment goes on from its last checkpoint and ends as if nothing had happened.
+pictures where a server has some, releases.log where sums are private, and at the end model.safetensors and result.json.
+What is in it is never half-written, so a run killed at any moment goes on from its last checkpoint and ends as if
+nothing had happened.
 """
 
 import errno
 import fcntl
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +27,9 @@ from fcil.federation.clients import Cursor, Door
 from fcil.federation.engine import Engine, seeded, threads
 from fcil.federation.in_process import InProcess
 from fcil.federation.loop import Line, learn
+from fcil.federation.privacy import spent
 from fcil.federation.store import Checkpoints
-from fcil.files import sha256, write_text
+from fcil.files import append_line, sha256, write_text
 from fcil.machine import commit, keep_memory, peak, reset_peak
 from fcil.method import Method, Pictures, Server, Setting
 from fcil.methods import DEFAULT, family, method
@@ -91,6 +95,7 @@ def execute(
     with _said_plainly(folder), _locked(folder), threads(1):  # a server computes little; evaluation takes all cores
         reset_peak()
         parts = assemble(wanted, device, workers=workers, eager=eager)
+        parts.door.journal = partial(append_line, folder / "releases.log")
         if not (folder / "config.toml").exists():
             write_text(folder / "config.toml", wanted.to_toml())
         checkpoints = Checkpoints(folder / "checkpoint", every)
@@ -247,6 +252,11 @@ def _finish(wanted: Plan, parts: Parts, folder: Path) -> None:
         "method": wanted.method,
     }
     write_tensors(folder / "model.safetensors", flatten(parts.server.broadcast()), facts)
+    found = result_of(read(folder / "ledger.jsonl"))
+    if wanted.protocol.dp != "off":
+        journal = folder / "releases.log"  # unlike the ledger, it also has what a crash took back
+        released = Counter(journal.read_text().split()) if journal.exists() else {}
+        found["privacy"] = spent(wanted.protocol, released)
     result = {
         "format": FORMAT,
         "method": wanted.method,
@@ -255,7 +265,7 @@ def _finish(wanted: Plan, parts: Parts, folder: Path) -> None:
         "seed": wanted.seed,
         "settings": wanted.settings,
         "classes": parts.scenario.class_names,
-        **result_of(read(folder / "ledger.jsonl")),
+        **found,
         "memory_budget": parts.scenario.budget.per_client,
         "peak_memory_bytes": peak(parts.engine.device),
         "device": str(parts.engine.device),

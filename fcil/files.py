@@ -32,3 +32,11 @@ def sha256(path: Path) -> str:
     """Return the digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a file, so that it outlasts a crash of the machine."""
+    with path.open("a") as file:
+        file.write(line + "\n")
+        file.flush()
+        os.fsync(file.fileno())

@@ -137,7 +137,7 @@ class Replies(Protocol[Up_co]):
         """Add one field up; None if nobody answered."""
 
     def __iter__(self) -> Iterator[Up_co]:
-        """Yield single replies: a method that does this needs to see them, and excludes secure aggregation."""
+        """Yield single replies: a method that does this needs to see them, and excludes sums that are private."""
         ...
 
     def __len__(self) -> int:

@@ -5,10 +5,10 @@ One flatten/unflatten pair therefore serves the network, the disk and the ledger
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,7 +25,12 @@ ByClass = dict[int, Tensor]  # one tensor per class
 NUMBERS = {int: torch.int64, float: torch.float64, bool: torch.bool}
 
 
-@dataclass_transform()
+def varying(what: Literal["names", "rows"]) -> Any:
+    """Declare a field that honest replies differ in: which names it has, or how many rows its tensors have."""
+    return field(metadata={"varies": what})
+
+
+@dataclass_transform(field_specifiers=(field, varying))
 def record(cls: type[T]) -> type[T]:
     """Make `cls` a dataclass that can be sent, stored and weighed."""
     for name, kind in get_type_hints(cls).items():
@@ -55,14 +60,14 @@ class Update:
 def flatten(rec: Any) -> Weights:
     """Return one flat dict, e.g. {"weights/conv1.weight": ..., "count": tensor(500)}."""
     flat: Weights = {}
-    for field in fields(rec):
-        value = getattr(rec, field.name)
+    for part in fields(rec):
+        value = getattr(rec, part.name)
         if isinstance(value, dict):
-            flat |= {f"{field.name}/{key}": tensor for key, tensor in value.items()}
+            flat |= {f"{part.name}/{key}": tensor for key, tensor in value.items()}
         elif isinstance(value, Tensor):
-            flat[field.name] = value
+            flat[part.name] = value
         else:
-            flat[field.name] = torch.tensor(value, dtype=NUMBERS[type(value)])
+            flat[part.name] = torch.tensor(value, dtype=NUMBERS[type(value)])
     return flat
 
 

@@ -153,7 +153,7 @@ def show_notes(folder: Path) -> None:
 
 def show_result(folder: Path) -> None:
     """Show what came out of a finished run."""
-    from fcil.report.outcome import accuracy_table, replay, spread
+    from fcil.report.outcome import accuracy_table, privacy, replay, spread, trust
     from fcil.results.runs import read_result
 
     result = read_result(folder)
@@ -162,8 +162,9 @@ def show_result(folder: Path) -> None:
         console.print(f"note: trained {engine}", soft_wrap=True)
     console.print(accuracy_table(result, console.width))
     console.print(spread(result), soft_wrap=True)
-    if said := replay(result):
-        console.print(said, soft_wrap=True)
+    for said in (replay(result), trust(result), privacy(result)):
+        if said:
+            console.print(said, soft_wrap=True)
     if (folder / "replay.png").exists():
         console.print(f"what the clients replay: {folder / 'replay.png'}", soft_wrap=True)
     root = folder.parent.parent if folder.name == str(result["seed"]) else folder

@@ -28,10 +28,20 @@ class Question(NamedTuple):
     version: int = 0  # how often its memory has changed
 
 
+class Origin(NamedTuple):
+    """What a reply from another machine says it belongs to."""
+
+    experiment: str
+    version: str  # of fcil
+    step: int  # the question that it answers
+    answer: str  # and by which of the client's answers
+
+
 class Answered(NamedTuple):
     """A reply with what the client measured while answering."""
 
-    reply: Any
+    reply: Any  # a record; or its flat tensors, as they came from another machine
     kept: int  # bytes in its memory
     loss: float | Tensor = float("nan")
     images: int = 0  # trained on
+    origin: Origin | None = None  # None where the reply never left this machine

@@ -1,7 +1,8 @@
 """The door: the one way between a server and its clients."""
 
+import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,14 +10,21 @@ from typing import Any, Protocol
 
 import torch
 
-from fcil.federation.calls import Answered, Call
+from fcil import __version__
+from fcil.errors import UserError
+from fcil.federation import privacy
+from fcil.federation.calls import Answered, Call, Origin
 from fcil.federation.replies import Replies
+from fcil.federation.trust import Judge, Verdict
 from fcil.method import reply_type
 from fcil.records import flatten, size_in_bytes, unflatten
 from fcil.scenario import benchmarks
 from fcil.scenario.scenario import Scenario
 from fcil.scenario.tasks import Task
 from fcil.seeds import seed_of
+
+MOST_TRIES = 10  # of a question that too few answer, where nobody else says how long to wait
+log = logging.getLogger("fcil")
 
 
 class Transport(Protocol):
@@ -58,6 +66,9 @@ class Tally:
     clients: int = 0
     lost: int = 0
     losses: list[Any] = field(default_factory=list)
+    diverged: int = 0  # replies of clients that trained, and whose numbers are not finite
+    refused: list[dict[str, Any]] = field(default_factory=list)  # whose reply to what, and why
+    releases: Counter[str] = field(default_factory=Counter)  # sums that were made private, by what they are of
 
     @contextmanager
     def timing(self, part: str) -> Iterator[None]:
@@ -72,9 +83,20 @@ class Tally:
             return None
         return float(torch.stack([torch.as_tensor(x, dtype=torch.float64).cpu() for x in self.losses]).mean())
 
+    def noted(self) -> dict[str, Any]:
+        """Return what a ledger line says only where there is something to say."""
+        found = {"refused": self.refused, "releases": dict(self.releases)}
+        return {name: value for name, value in found.items() if value}
+
+
+def tried(tries: int, sentence: str) -> None:
+    """Give up on a question that too few have answered so many times: in a simulation nobody comes back later."""
+    if tries == MOST_TRIES:
+        raise UserError(f"{sentence}, in {tries} tries; set a smaller quorum")
+
 
 class Door:
-    """`Clients` for a server: asks over a transport, seeds each answer, counts bytes, remembers how far it came."""
+    """`Clients` for a server: asks over a transport, judges what comes, counts bytes, remembers how far it came."""
 
     def __init__(
         self,
@@ -83,10 +105,17 @@ class Door:
         protocol: benchmarks.Protocol,
         seed: int,
         cursor: Cursor | None = None,
+        experiment: str = "",
+        wait: Callable[[int, str], None] = tried,
+        journal: Callable[[str], None] = lambda release: None,
     ):
+        privacy.ready(protocol)
         self.transport, self.scenario, self.protocol, self.seed = transport, scenario, protocol, seed
         self.cursor = cursor or Cursor()
         self.tally = Tally()
+        self.experiment = experiment  # what every reply from another machine has to name
+        self.wait = wait  # called with (tries, what is missing) before a question is asked again
+        self.journal = journal  # told of everything private before anyone sees it: after a crash, twice of some
         self.stage, self.round, self.of = "task", 0, 1
         self._open: Replies[Any] | None = None
 
@@ -136,9 +165,12 @@ class Door:
         self.cursor.step += 1
         message = unflatten(type(message), flatten(message))  # answers come later: the server may have moved on by then
         call = Call(self.seed, self.task.index, self.cursor.step, self.round, self.of, self.task.new)
-        self._open = Replies(
-            reply_type(handler), self._answers(list(who), handler, message, call), message, self.protocol
-        )
+        kind, name = reply_type(handler), handler.__name__
+        private = None
+        if self.protocol.dp != "off":
+            private = privacy.Sums(kind, self.protocol, (self.seed, call.step), lambda field: self._book(name, field))
+        answers = self._answers(list(who), handler, message, call)
+        self._open = Replies(kind, answers, message, self.protocol, private)
         return self._open
 
     def finish(self) -> None:
@@ -148,23 +180,65 @@ class Door:
             self._open = None
 
     def _answers(self, who: list[int], handler: Callable[..., Any], message: Any, call: Call) -> Iterator[Any]:
+        """Yield the replies that are let in; ask those again who are missing, while they are too few."""
+        kind, origin = reply_type(handler), Origin(self.experiment, __version__, call.step, handler.__name__)
+        judge = Judge(kind, message, origin, self.scenario.capacity, self.protocol)
+        self.tally.clients += len(who)
+        self.tally.lost += len(who)
+        missing, tries, why = who, 0, ""
+        heard: set[int] = set()
+        while True:
+            came = set()
+            for name in privacy.covered(kind) if self.protocol.dp == "local" and missing else ():
+                self._book(handler.__name__, name)
+            for verdict in judge.verdicts(self._delivered(missing, handler, message, call)):
+                self.tally.lost -= verdict.client not in heard
+                heard.add(verdict.client)
+                if self._let_in(verdict, handler):
+                    came.add(verdict.client)
+                    yield verdict.answered.reply
+                elif not verdict.diverged:  # a training that diverges is the loop's to tell
+                    why = verdict.why
+            missing, tries = [client for client in missing if client not in came], tries + 1
+            enough = min(self.protocol.quorum, len(who))
+            if len(who) - len(missing) >= enough:
+                break
+            there = f"{len(who) - len(missing)} of {len(who)} clients have answered {handler.__name__}"
+            self.wait(tries, f"{there} of task {call.task + 1}, and quorum={self.protocol.quorum}")
+        if why and len(missing) == len(who):
+            raise UserError(f"no reply to {handler.__name__} was let in; the last one {why}")
+
+    def _delivered(
+        self, who: list[int], handler: Callable[..., Any], message: Any, call: Call
+    ) -> Iterator[tuple[int, Answered]]:
         where = f"{self.stage}/{self.round}/{handler.__name__}"
         self.cursor.asked[where] = time_asked = self.cursor.asked.get(where, 0) + 1
         reached = [c for c in who if not self._is_lost(c, where, time_asked)]
         self.tally.down += size_in_bytes(message) * len(who)
-        self.tally.clients += len(who)
-        self.tally.lost += len(who)
         start = time.perf_counter()
         for client, answered in self.transport.deliver(reached, handler, message, call):
             self.tally.seconds[handler.__name__] += time.perf_counter() - start
-            self.tally.lost -= 1
-            self.tally.up += size_in_bytes(answered.reply)
-            self.cursor.kept[client] = answered.kept
-            if answered.images:
-                self.tally.losses.append(answered.loss)
-            yield answered.reply
+            yield client, answered
             start = time.perf_counter()
         self.tally.seconds[handler.__name__] += time.perf_counter() - start
+
+    def _let_in(self, verdict: Verdict, handler: Callable[..., Any]) -> bool:
+        """Book a reply, and say so where it is refused."""
+        self.tally.up += verdict.size
+        if verdict.why:
+            self.tally.diverged += verdict.diverged
+            refused = {"client": verdict.client, "answer": handler.__name__, "why": verdict.why}
+            self.tally.refused.append(refused)
+            log.warning("refused the reply of client %d to %s: it %s", *refused.values())
+            return False
+        self.cursor.kept[verdict.client] = verdict.answered.kept
+        if verdict.answered.images:
+            self.tally.losses.append(verdict.answered.loss)
+        return True
+
+    def _book(self, answer: str, field: str) -> None:
+        self.journal(name := f"{answer}.{field}")
+        self.tally.releases[name] += 1
 
     def _is_lost(self, client: int, where: str, time_asked: int) -> bool:
         """Draw as the schedule does: methods that ask more often lose the same messages of a round."""

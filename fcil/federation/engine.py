@@ -19,10 +19,12 @@ from fcil.errors import UserError
 from fcil.federation.calls import Answered, Call, Question
 from fcil.federation.capture import Graph, kind
 from fcil.federation.fitting import Networks, plainly, work
+from fcil.federation.privacy import said
 from fcil.federation.purity import Impure
 from fcil.method import Client, Fit, Method, Pictures, Setting, Trained
 from fcil.networks.norm import kernels_work
 from fcil.records import flatten, size_in_bytes, unflatten
+from fcil.scenario.benchmarks import Protocol
 from fcil.scenario.tasks import LocalData
 from fcil.seeds import seed_of
 
@@ -98,7 +100,7 @@ class Engine:
             answer = Answer(self.slots[0], who, handler, memory, data, message, call)
             while answer.fit is not None:
                 answer.go_on(self.fit(answer.fit, call, answer.generator))
-        return answer.answered()
+        return answer.answered(self.setting.protocol)
 
     def fit(self, fit: Fit, call: Call, generator: torch.Generator, slot: Slot | None = None) -> Trained:
         """Do a local training as a loop."""
@@ -167,7 +169,7 @@ class Engine:
                     with seeded(call.seed, answer.who, call.step, "stray", answer.trainings):
                         answer.go_on(trained)
         for answer in answers:
-            yield answer.answered()
+            yield answer.answered(self.setting.protocol)
 
     def _overlapped(self, waiting: "list[Answer]", call: Call) -> list[Trained]:
         """Do one training of each, all at a time where they can be captured."""
@@ -221,7 +223,7 @@ class Answer:
     def __init__(
         self, slot: Slot, who: int, handler: Callable[..., Any], memory: Any, data: LocalData, message: Any, call: Call
     ):
-        self.slot, self.who, self.handler, self.memory = slot, who, handler, memory
+        self.slot, self.who, self.handler, self.memory, self.call = slot, who, handler, memory, call
         self.generator, self.trainings, self.images = slot.generator, 0, 0
         self.loss: float | Tensor = float("nan")
         self.fit: Fit | None = None  # what it waits for
@@ -244,13 +246,14 @@ class Answer:
             self.images, self.loss = self.images + trained.count, trained.loss
         self._resume(lambda: self._running.send(trained))
 
-    def answered(self) -> Answered:
-        """Return the finished answer."""
+    def answered(self, protocol: Protocol) -> Answered:
+        """Return the finished answer, as it may leave the client."""
         if not is_dataclass(self.reply):
             raise UserError(
                 f"{self.handler.__qualname__} answers with a {type(self.reply).__name__}; it must be a record"
             )
-        return Answered(self.reply, size_in_bytes(self.memory), self.loss, self.images)
+        reply = said(self.reply, protocol, self.call.seed, self.who, self.call.step)
+        return Answered(reply, size_in_bytes(self.memory), self.loss, self.images)
 
     def _resume(self, step: Callable[[], Fit]) -> None:
         try:

@@ -4,7 +4,6 @@ It yields a line of the ledger whenever something ended: a round, an evaluation,
 shows progress, writes the ledger, saves checkpoints or stops; there are no callbacks.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -59,15 +58,15 @@ def rounds_of(script: Iterator[None], clients: Door) -> Iterator[None]:
 def _round_line(clients: Door) -> Line:
     tally, clients.tally = clients.tally, Tally()
     loss = tally.loss()
-    if loss is not None and not math.isfinite(loss):
+    if tally.diverged > len(tally.losses):
         raise UserError(
-            f"training diverged in task {clients.task.index + 1}, round {clients.round + 1}: the loss is {loss}; "
-            "set a smaller lr, or a clip such as 1"
+            f"training diverged in task {clients.task.index + 1}, round {clients.round + 1}: most clients answer with "
+            "numbers that are not finite; set a smaller lr, or a clip such as 1"
         )
     return {
         "kind": "round", "task": clients.task.index, "stage": clients.stage,
         "round": clients.round, "rounds": clients.of, "clients": tally.clients, "lost": tally.lost, "loss": loss,
-        "seconds": dict(tally.seconds), "down": tally.down, "up": tally.up,
+        "seconds": dict(tally.seconds), "down": tally.down, "up": tally.up, **tally.noted(),
     }  # fmt: skip
 
 
@@ -86,7 +85,7 @@ def _task_line(task: Task, scenario: Scenario, server: Server, clients: Door, en
         "old": round(100 * sum(counts["correct"][:-1]) / old, 4) if old else None, "measured": measured(),
         "decomposition": apart,
         "clients": len(present), "lost": tally.lost, "seconds": dict(tally.seconds), "down": tally.down, "up": tally.up,
-        "kept": sum(kept), "kept_max": max(kept, default=0),
+        "kept": sum(kept), "kept_max": max(kept, default=0), **tally.noted(),
     }  # fmt: skip
 
 

@@ -5,7 +5,6 @@ over many clients holds one reply at a time. The order is that of the clients as
 everywhere.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, Generic, TypeVar, get_origin, get_type_hints
@@ -14,6 +13,8 @@ import torch
 from torch import Tensor
 
 from fcil.errors import UserError
+from fcil.federation.aggregation import clipped, ordered
+from fcil.federation.privacy import Sums
 from fcil.records import Weights, flatten
 from fcil.scenario.benchmarks import Protocol
 
@@ -23,13 +24,18 @@ Up = TypeVar("Up")
 class Replies(Generic[Up]):
     """The answers to one question. A reply whose `count` is 0 had no images: it is left out of means and sums."""
 
-    def __init__(self, kind: type[Up], stream: Iterator[Up], sent: Any, protocol: Protocol):
-        self._kind, self._stream, self._sent, self._protocol = kind, stream, sent, protocol
+    def __init__(
+        self, kind: type[Up], stream: Iterator[Up], sent: Any, protocol: Protocol, private: Sums | None = None
+    ):
+        self._kind, self._stream, self._sent, self._protocol, self._private = kind, stream, sent, protocol, private
         self._held: list[Up] | None = None
         self._folded: Folded | None = None
+        self._released: dict[str, Weights] = {}  # noise is drawn once, however often a sum is looked at
 
     def __iter__(self) -> Iterator[Up]:
         """Yield single replies; they are all held in memory from then on."""
+        if self._private is not None:
+            return map(self._private.single, self._hold())
         return iter(self._hold())
 
     def __len__(self) -> int:
@@ -38,17 +44,17 @@ class Replies(Generic[Up]):
 
     def mean(self, field: str) -> Any:
         """Average one field over the replies; if nobody answered, what was sent stands."""
+        if self._private is not None:
+            self._private.averaged(field)
         if self._protocol.aggregate != "mean":
             single = self._of(field)
-            return self._rebuilt(field, _robust(single, self._protocol) if single else self._as_sent(field))
+            return self._rebuilt(field, self._robust(field, single) if single else self._as_sent(field))
         folded = self._fold()
         return self._rebuilt(field, folded.mean(field) if folded.counted else self._as_sent(field))
 
     def sum(self, field: str) -> Any:
         """Add one field up over the replies; None if nobody answered."""
-        if self._protocol.aggregate != "mean":
-            self._hold()  # a robust average may be asked for next
-        found = self._fold().sum(field)
+        found = self._sums(field)
         return self._rebuilt(field, found) if found else None
 
     def finish(self) -> None:
@@ -67,14 +73,37 @@ class Replies(Generic[Up]):
 
     def _fold(self) -> "Folded":
         if self._folded is None:
+            if self._protocol.aggregate != "mean":
+                self._hold()  # a robust average may be asked for next
             self._folded = Folded(self._protocol.weighting)
             for reply in self._stream if self._held is None else self._held:
-                self._folded.add(flatten(reply), getattr(reply, "count", None))
+                flat = flatten(reply) if self._private is None else self._private.clipped(flatten(reply))
+                self._folded.add(flat, getattr(reply, "count", None))
         return self._folded
 
+    def _sums(self, field: str) -> Weights:
+        found = self._fold().sum(field)
+        if self._private is None or not found:
+            return found
+        if field not in self._released:
+            self._released[field] = self._private.released(field, found)
+        return {name: tensor.clone() for name, tensor in self._released[field].items()}
+
+    def _robust(self, field: str, single: list[Weights]) -> Weights:
+        if self._protocol.aggregate != "clipped":
+            return ordered(single, self._protocol)
+        was_sent = field in {f.name for f in fields(self._sent)}
+        folded, counts = Folded(self._protocol.weighting), [getattr(r, "count", None) for r in self._counted()]
+        limited = clipped(single, self._as_sent(field), self._protocol.update_norm) if was_sent else single
+        for flat, count in zip(limited, counts, strict=True):
+            folded.add(flat, count)
+        return folded.mean(field)
+
     def _of(self, field: str) -> list[Weights]:
-        counted = [r for r in self._hold() if getattr(r, "count", 1) != 0]
-        return [{n: t for n, t in flatten(r).items() if _is_of(field, n)} for r in counted]
+        return [{n: t for n, t in flatten(r).items() if _is_of(field, n)} for r in self._counted()]
+
+    def _counted(self) -> list[Up]:
+        return [r for r in self._hold() if getattr(r, "count", 1) != 0]
 
     def _as_sent(self, field: str) -> Weights:
         if field not in {f.name for f in fields(self._sent)}:
@@ -143,22 +172,3 @@ def _add(sums: Weights, flat: Weights, weight: float) -> None:
         torch._foreach_add_([sums[n] for n in known], [flat[n] for n in known], alpha=weight)
     for name in [name for name in flat if name not in known]:
         sums[name] = flat[name] * weight if weight != 1 else flat[name].clone()
-
-
-def _robust(replies: list[Weights], protocol: Protocol) -> Weights:
-    """Median or trimmed mean of every single entry, over replies held at once."""
-    result = {}
-    for name in dict.fromkeys(name for reply in replies for name in reply):
-        stacked = torch.stack([r[name] for r in replies if name in r])
-        if not stacked.is_floating_point():
-            result[name] = stacked[0]
-            continue
-        ordered, n = stacked.sort(0).values, len(stacked)
-        cut = (n - 1) // 2 if protocol.aggregate == "median" else _trimmed(protocol.trim, n)
-        result[name] = ordered[cut : n - cut].mean(0)
-    return result
-
-
-def _trimmed(share: float, n: int) -> int:
-    """Return how many replies to cut off at each end: at least one where any are to go and enough remain."""
-    return min(max(1, math.ceil(share * n)), (n - 1) // 2) if share else 0

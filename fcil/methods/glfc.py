@@ -28,7 +28,7 @@ from fcil.blocks.training import as_bytes, by_class, features_of, in_parts, load
 from fcil.federation.rounds import fit_codec, measure
 from fcil.knobs import knob
 from fcil.method import Batch, Clients, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
-from fcil.records import ByClass, Done, Weights, record
+from fcil.records import ByClass, Done, Weights, record, varying
 from fcil.scenario.tasks import LocalData, Task, mask
 from fcil.seeds import seed_of
 
@@ -108,7 +108,7 @@ class Trained:
 
     weights: Weights
     count: int
-    gradients: Weights  # a row for each prototype, under a number that says nothing of its class
+    gradients: Weights = varying("names")  # a row for each prototype, under a number that says nothing of its class
     signals: int
 
 

@@ -29,7 +29,7 @@ from fcil.knobs import knob
 from fcil.method import Batch, Clients, Fit, Method, Nets, Pictures, Pool, Replies, Setting, Training, remote
 from fcil.networks import ProxyClassifier
 from fcil.networks.heads import pooled
-from fcil.records import ByClass, Done, Update, Weights, record
+from fcil.records import ByClass, Done, Update, Weights, record, varying
 from fcil.scenario.tasks import LocalData, Task, mask
 from fcil.seeds import seed_of
 
@@ -75,8 +75,8 @@ class Model:
 class Proposal:
     """Centres of a client's features of each new class, and how many images each stands for."""
 
-    centres: ByClass
-    counts: ByClass
+    centres: ByClass = varying("rows")
+    counts: ByClass = varying("rows")
 
 
 @record

@@ -10,6 +10,8 @@ from rich.text import Text
 from fcil.report.comparison import number, shown_name
 from fcil.results.metrics import forgotten
 
+NAMED = 5  # clients named whose replies were refused
+
 
 def accuracy_table(result: Mapping[str, Any], width: int = 80) -> Table:
     """Draw one run: accuracy on each task after each task, and the metrics, each under what it is made of."""
@@ -69,6 +71,30 @@ def replay(result: Mapping[str, Any]) -> str:
     if real is None or decoded is None:
         return ""
     return f"accuracy on old classes: {decoded:.1f} % on the exemplars replayed, {real:.1f} % on real test images"
+
+
+def trust(result: Mapping[str, Any]) -> str:
+    """Say whose replies were refused, where any were."""
+    refused: Mapping[str, int] = result.get("refused", {})
+    if not refused:
+        return ""
+    most = ", ".join(f"{number} of client {client}" for client, number in list(refused.items())[:NAMED])
+    more = f" and {len(refused) - NAMED} other clients" if len(refused) > NAMED else ""
+    return f"refused {sum(refused.values())} replies: {most}{more}; why is in ledger.jsonl"
+
+
+def privacy(result: Mapping[str, Any]) -> str:
+    """Say what the privacy of a run cost, where it was asked for."""
+    told: Mapping[str, Any] = result.get("privacy", {})
+    if not told:
+        return ""
+    if not told["releases"]:
+        return f"dp={told['dp']} had nothing to protect: this method's clients say nothing of classes but networks"
+    whom = "anyone who sees a reply" if told["dp"] == "local" else "anyone but the server"
+    return (
+        f"differential privacy against {whom}: epsilon {told['epsilon']:.2f} at delta {told['delta']:g} for one "
+        f"client's {', '.join(told['releases'])}; networks are not covered (docs/trust.md)"
+    )
 
 
 def _percent(value: float | None) -> str:

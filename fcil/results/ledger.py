@@ -20,7 +20,9 @@ accuracy on the old exemplars that were replayed: far above `old`, it shows that
 it was made from. `decomposition` says which pairs of classes are confused, and whether they meet in one client
 (docs/forgetting.md). Seconds and bytes down and up are those since the line before, so a task line has what followed
 its last round, and the cost of a task or a run is the sum over its lines. The parts of `seconds` do not overlap;
-`server` is what it computed by itself. A number that is not finite is written as null.
+`server` is what it computed by itself. A number that is not finite is written as null. Where replies were refused,
+`refused` has a client, what it was asked and why of each; where sums were made private, `releases` has how many of each
+(docs/trust.md).
 
 Each line goes to the file in one write, so a killed run leaves at most one torn line, at the end, which no reader
 trusts. All results are computed from these lines.
@@ -30,6 +32,7 @@ import errno
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -113,7 +116,8 @@ def result_of(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     if not tasks:
         raise UserError("the ledger has no task line: no task of this run has ended")
     try:
-        return {**_accuracy(tasks), **_cost([line for line in lines if line.get("kind") in ("round", "task")])}
+        costly = [line for line in lines if line.get("kind") in ("round", "task")]
+        return {**_accuracy(tasks), **_cost(costly), **_noted(costly)}
     except KeyError as error:
         raise UserError(f"a line of the ledger lacks {error}") from None
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -167,6 +171,13 @@ def _cost(lines: list[Mapping[str, Any]]) -> dict[str, Any]:
         "down": sum(line["down"] for line in lines),
         "up": sum(line["up"] for line in lines),
     }
+
+
+def _noted(lines: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """Count refused replies by client and private sums by what they are of, where there are any."""
+    refused = Counter(str(one["client"]) for line in lines for one in line.get("refused", []))
+    releases = sum((Counter(line.get("releases", {})) for line in lines), Counter[str]())
+    return {name: dict(found) for name, found in (("refused", refused), ("releases", releases)) if found}
 
 
 def _whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:

@@ -115,8 +115,41 @@ class Protocol:
         choices=("bf16", "fp32"),
     )
     weighting: str = knob("plain", "weight of a client in the average", choices=("plain", "samples"))
-    aggregate: str = knob("mean", "how replies are averaged", choices=("mean", "median", "trimmed"))
+    aggregate: str = knob(
+        "mean",
+        "how replies are averaged; clipped: no client moves what was sent by more than update_norm",
+        choices=("mean", "clipped", "trimmed", "median"),
+    )
     trim: float = knob(0.1, "share cut off at each end by the trimmed mean", least=0, most=0.49)
+    update_norm: float = knob(
+        0.0, "aggregate=clipped: largest norm of a client's change; 0 is the median of the round's", least=0
+    )
+    outliers: float = knob(
+        0.0,
+        "refuse a reply that lies so many times as far from the others' class statistics as usual, where four speak "
+        "of a class; 0 refuses none",
+        least=0,
+    )
+    most_images: int = knob(
+        10_000_000, "images that a client may claim to have; a reply that claims more is refused", least=1
+    )
+    quorum: int = knob(
+        0, "replies that a question needs: whoever did not answer is asked again until then; 0 needs none", least=0
+    )
+    dp: str = knob(
+        "off",
+        "differential privacy of what clients say of classes: noise in the server's sums, or in every reply",
+        choices=("off", "central", "local"),
+    )
+    dp_clip: str = knob(
+        "1", "largest norm of a field of a client's reply, all classes together: a number, or as sums:50,counts:20,10"
+    )
+    dp_noise: float = knob(1.0, "deviation of the noise, in units of dp_clip", above=0)
+    dp_delta: float = knob(1e-5, "delta at which the privacy that a run cost is told", above=0, most=0.5)
+    dp_seeded: bool = knob(
+        False,
+        "draw this noise from the run's seed, so that a run repeats; whoever knows the seed can take it off again",
+    )
     evaluate_every: int = knob(0, "rounds between test evaluations inside a task; 0 evaluates at its end only", least=0)
 
 
