@@ -32,6 +32,7 @@ from fcil.terminal import (
 
 if TYPE_CHECKING:
     from fcil.plan import Plan
+    from fcil.results.runs import Run
 
 app = typer.Typer(
     name="fcil", help="Federated class-incremental learning: ever more classes, without sharing images.",
@@ -85,7 +86,7 @@ def run(
     """Run METHOD, a name from `fcil methods` or your own .py file; the same command again goes on where it stopped."""
     from fcil.plan import Plan, own_data, plan
 
-    typed = [name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    typed = _typed(ctx)
     if resume is not None:
         if others := [_option(name) for name in typed if name not in HOW]:
             raise UserError(f"--resume reads all else from {resume}; leave out {', '.join(others)}")
@@ -183,9 +184,13 @@ def benchmarks(
 
 @app.command()
 def sweep(
+    ctx: typer.Context,
     methods: Annotated[str, typer.Option(help="Method names, separated by commas.")] = DEFAULT,
     benchmarks: Annotated[str, typer.Option(help="Benchmark names, separated by commas.")] = "digits",
     seeds: Annotated[str, typer.Option(help="Seeds, such as 0-9 or 0,3,5-7.")] = "0-2",
+    paper: Annotated[
+        str, typer.Option(help="The runs of the paper's table2, table3 or memory sweep; --benchmarks takes some of it.")
+    ] = "",
     protocol: Annotated[str, typer.Option(help="brief, quick, short or paper; the benchmark's own if not given.")] = "",
     set_: Settings = [],  # noqa: B006 - typer copies it
     out: Annotated[Path, typer.Option(help="Folder that the run folders lie in.")] = Path("runs"),
@@ -195,33 +200,60 @@ def sweep(
     """Run all combinations that are missing; `--set memory=1,2,4` is an axis. It may be killed and started again."""
     from fcil.experiment import finished
     from fcil.plan import plan
-    from fcil.report.comparison import compare
-    from fcil.report.tables import as_rich
     from fcil.results.runs import find
 
+    typed = _typed(ctx)
     axes = [
         [(k, v) for v in (text.split(",") if k != "class_order" else [text])] for k, text in settings_of(set_).items()
     ]
+    asked = [b.strip() for b in benchmarks.split(",")]
+    if paper:
+        from fcil.report.paper_runs import runs_of
+
+        if "methods" in typed:
+            raise UserError("--paper names the methods itself; leave out --methods")
+        wanted = runs_of(paper, asked if "benchmarks" in typed else (), protocol)
+        chosen_runs = [(run.benchmark, run.method, run.settings) for run in wanted]
+    else:
+        chosen_runs = [(b, m.strip(), {}) for b, m in product(asked, methods.split(","))]
     plans = [
-        plan(m.strip(), b.strip(), protocol or None, seed, dict(chosen), _command())
-        for b, m, chosen, seed in product(benchmarks.split(","), methods.split(","), product(*axes), seeds_of(seeds))
+        plan(m, b, protocol or None, seed, {**own, **dict(chosen)}, _command())
+        for (b, m, own), chosen, seed in product(chosen_runs, product(*axes), seeds_of(seeds))
     ]
     missing = [p for p in plans if not finished(p.folder(out), p)]
     console.print(f"{count(len(plans), 'run')}, {len(plans) - len(missing)} of them finished before")
-    failed = 0
-    for number, wanted in enumerate(missing, 1):
-        console.print(f"run {number} of {len(missing)}: {wanted.folder(out)}", soft_wrap=True)
+    ready = _with_data(missing)
+    failed = 0 if paper else len(missing) - len(ready)
+    for number, one in enumerate(ready, 1):
+        console.print(f"run {number} of {len(ready)}: {one.folder(out)}", soft_wrap=True)
         try:
-            _execute(wanted, wanted.folder(out), device, workers)
-            show_notes(wanted.folder(out))
+            _execute(one, one.folder(out), device, workers)
+            show_notes(one.folder(out))
         except UserError as error:
             failed += 1
             complain(str(error))
     done = [p.folder(out) for p in plans if finished(p.folder(out), p)]
     if done:
-        console.print(as_rich(compare(find(done)), console.width))
-    if failed:
-        raise UserError(f"{failed} of {len(plans)} runs did not finish; the same command tries them again")
+        _print_comparison(find(done), "" if axes else paper)  # with settings of one's own it is no table of the paper
+    if failed or not done:
+        raise UserError(
+            f"{failed or len(plans)} of {len(plans)} runs did not finish; the same command tries them again"
+        )
+
+
+def _with_data(plans: "list[Plan]") -> "list[Plan]":
+    """Return the plans whose dataset is here, and say of each dataset that is not how many runs wait for it."""
+    from fcil.scenario.datasets import require
+
+    ready = plans
+    for dataset in dict.fromkeys(p.benchmark.dataset for p in plans):
+        try:
+            require(dataset)
+        except UserError as error:
+            waiting = sum(p.benchmark.dataset == dataset for p in plans)
+            complain(f"{count(waiting, 'run')} left out: {error}")
+            ready = [p for p in ready if p.benchmark.dataset != dataset]
+    return ready
 
 
 @app.command()
@@ -230,6 +262,9 @@ def table(
     hybrids: Annotated[
         bool, typer.Option("--hybrids", help="The paper's Table 1 instead: how the hybrid methods differ.")
     ] = False,
+    paper: Annotated[
+        str, typer.Option(help="As the paper has it, its values below ours: table2, table3 or memory.")
+    ] = "",
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     latex: Annotated[bool, typer.Option("--latex", help="Print LaTeX with booktabs.")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
@@ -238,16 +273,14 @@ def table(
     ] = False,
 ) -> None:
     """Compare finished runs: mean and standard error over seeds, the paper's claims beside ours."""
-    from fcil.report.comparison import compare
-    from fcil.report.tables import as_csv, as_latex, as_markdown, as_rich
     from fcil.results.ledger import verify as differences
     from fcil.results.runs import find, unfinished
 
     if markdown + latex + csv > 1:
         raise UserError("--markdown, --latex and --csv exclude each other; give one of them")
     if hybrids:
-        if runs or verify:
-            raise UserError("--hybrids compares methods, not runs; leave out RUNS... and --verify")
+        if runs or verify or paper:
+            raise UserError("--hybrids compares methods, not runs; leave out RUNS..., --verify and --paper")
         return _print_hybrids(markdown, latex, csv)
     if not runs:
         raise UserError("say which RUNS... to compare, or --hybrids; see: fcil table --help")
@@ -264,11 +297,28 @@ def table(
                 f"{count(len(wrong), 'difference')} between result and ledger in {count(len(found), 'run')}"
             )
         return console.print(f"{count(len(found), 'run')} verified: every result follows from its ledger")
-    comparison = compare(found)
-    for asked, render in ((markdown, as_markdown), (latex, as_latex), (csv, as_csv)):
+    _print_comparison(found, paper, markdown, latex, csv)
+
+
+def _print_comparison(
+    found: "list[Run]", paper: str = "", markdown: bool = False, latex: bool = False, csv: bool = False
+) -> None:
+    """Print runs side by side, or as one of the paper's tables."""
+    from fcil.report import paper_tables, tables
+    from fcil.report.comparison import compare
+
+    compared = compare(found)
+    if paper:
+        made = paper_tables.paper_tables(compared, paper)
+        forms = ((markdown, paper_tables.as_markdown), (latex, paper_tables.as_latex), (csv, paper_tables.as_csv))
+        for asked, render in forms:
+            if asked:
+                return print(render(made), end="")
+        return console.print(paper_tables.as_rich(made))
+    for asked, write in ((markdown, tables.as_markdown), (latex, tables.as_latex), (csv, tables.as_csv)):
         if asked:
-            return print(render(comparison), end="")
-    console.print(as_rich(comparison, console.width))
+            return print(write(compared), end="")
+    console.print(tables.as_rich(compared, console.width))
 
 
 def _print_hybrids(markdown: bool, latex: bool, csv: bool) -> None:
@@ -282,6 +332,51 @@ def _print_hybrids(markdown: bool, latex: bool, csv: bool) -> None:
         if asked:
             return print(render(rows), end="")
     console.print(hybrids.hybrids_as_rich(rows))
+
+
+@app.command()
+def report(
+    runs: Runs,
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("page.html"),
+) -> None:
+    """Write one page about finished runs: charts with their data, pictures, all in one file that needs no network."""
+    from fcil.report.page import write_page
+
+    for sentence in write_page(runs, out):
+        complain(f"left out: {sentence}")
+    console.print(f"written: {out}", soft_wrap=True)
+
+
+@app.command()
+def figures(
+    runs: Runs,
+    out: Annotated[Path, typer.Option(help="Folder to write them to, one below it for each benchmark.")] = Path(
+        "figures"
+    ),
+) -> None:
+    """Draw the charts of the page, and the paper's figures beside its values, as PNG and PDF."""
+    from fcil.report.figures import write_figures
+
+    files, left_out, missing = write_figures(runs, out)
+    for sentence in [*(f"left out: {run}" for run in left_out), *missing]:
+        complain(sentence)
+    console.print(f"written: {count(len(files), 'file')} in {out}", soft_wrap=True)
+
+
+@app.command()
+def watch(
+    run: Annotated[Path, typer.Argument(help="The folder of a run, finished or not.", metavar="RUN")],
+    port: Annotated[int, typer.Option(help="Port on this machine; 0 takes a free one.", min=0, max=65535)] = 0,
+) -> None:
+    """Show the page of a run while it goes on, at an address that only this machine can open."""
+    from fcil.report.watch import HERE, served
+
+    with served(run, port) as server:
+        console.print(f"watching {run} at http://{HERE}:{server.server_port} (Ctrl-C ends it)", soft_wrap=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            console.print("stopped watching; the run is not touched")
 
 
 @app.command()
@@ -319,7 +414,7 @@ def export(
 @app.command()
 def bench(
     part: Annotated[
-        list[str], typer.Option(help="engine, flower, pfl or growth; repeat it. All of them if not given.")
+        list[str], typer.Option(help="engine, flower, pfl, growth or page; repeat it. All of them if not given.")
     ] = [],  # noqa: B006 - typer copies it
     rounds: Annotated[int, typer.Option(help="Rounds of each kind that are measured.", min=3)] = 21,
     json: Annotated[Path | None, typer.Option(help="Also write all that was measured to this file.")] = None,
@@ -393,6 +488,11 @@ def _execute(
         sys.exit(130)
     finally:
         lines.close()  # type: ignore[attr-defined]
+
+
+def _typed(ctx: typer.Context) -> list[str]:
+    """Return the names of the options that were given."""
+    return [name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"]
 
 
 def _command() -> str:

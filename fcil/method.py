@@ -205,9 +205,9 @@ class Setting:
         """Build an encoder with the body of the benchmark's network: images to `latent` numbers."""
         return build_encoder(self.network, self.shape, latent, self.norm)
 
-    def autoencoder(self, latent: int, variational: bool) -> AutoEncoder:
-        """Build an autoencoder whose encoder has the body of the benchmark's network."""
-        return build_autoencoder(self.network, self.shape, latent, variational, self.norm)
+    def autoencoder(self, latent: int, variational: bool, width: int = 0) -> AutoEncoder:
+        """Build an autoencoder whose encoder has the body of the benchmark's network; width 0 is the body's own."""
+        return build_autoencoder(self.network, self.shape, latent, variational, self.norm, width)
 
 
 class Server(Protocol):

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from fcil.bench import flower, growth, pfl, steps, task
+from fcil.bench import flower, growth, page, pfl, steps, task
 from fcil.errors import UserError
 from fcil.federation.engine import cores
 
-PARTS = ("engine", "flower", "pfl", "growth")
+PARTS = ("engine", "flower", "pfl", "growth", "page")
 METHODS = ("finetune", "hr-literal")
 TURNS = 3  # times that each runtime has its turn
 
@@ -40,6 +40,12 @@ def bench(parts: tuple[str, ...], device: str, rounds: int) -> Iterator[Found]:
                 "memory": row.mib_ratio,
                 **asdict(row),
             }
+    if "page" in parts:
+        try:
+            loaded = page.measure()
+            yield {"part": "page", "says": str(loaded), "ratio": loaded.ratio, **asdict(loaded)}
+        except UserError as error:
+            yield {"part": "missing", "name": "page", "says": str(error), "needed": len(parts) == 1}
 
 
 def machine(device: str) -> Found:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fcil.blocks.training import as_bytes, in_parts, loaded
 from fcil.errors import UserError, unknown
-from fcil.networks.compressor import BITS, Compressor
+from fcil.networks.compressor import BITS, WIDTH, Compressor
 from fcil.records import Weights, record
 
 KINDS = ("klt", "dct", "autoencoder", "webp")
@@ -70,8 +70,11 @@ class Fitted:
     weights: Weights
 
 
-def build(kind: str, shape: Shape, size: int = 0) -> "TransformCodec | LearnedCodec | WebpCodec":
-    """Return a codec for images of `shape` by its name; `size` 0 is a tenth of an image's bytes."""
+def build(kind: str, shape: Shape, size: int = 0, width: int = WIDTH) -> "TransformCodec | LearnedCodec | WebpCodec":
+    """Return a codec for images of `shape` by its name; `size` 0 is a tenth of an image's bytes.
+
+    `width` is the channels of a learned one's networks.
+    """
     size = size or tenth(shape)
     if not 1 <= size <= math.prod(shape):
         raise UserError(
@@ -82,7 +85,9 @@ def build(kind: str, shape: Shape, size: int = 0) -> "TransformCodec | LearnedCo
         raise unknown("codec", kind, list(KINDS))
     if kind == "webp":
         return WebpCodec(shape, size)
-    return LearnedCodec(shape, size) if kind == "autoencoder" else TransformCodec(shape, size, rotates=kind == "klt")
+    if kind == "autoencoder":
+        return LearnedCodec(shape, size, width)
+    return TransformCodec(shape, size, rotates=kind == "klt")
 
 
 def named(spec: str, shape: Shape) -> "TransformCodec | LearnedCodec | WebpCodec | RawCodec":
@@ -340,9 +345,9 @@ def _square(triangle: Tensor, side: int) -> Tensor:
 class LearnedCodec:
     """The codec `autoencoder`: a small convolutional network whose numbers are rounded to a few bits each."""
 
-    def __init__(self, shape: Shape, size: int):
+    def __init__(self, shape: Shape, size: int, width: int = WIDTH):
         self.shape, self.size = shape, size
-        self.net = Compressor(shape, size)
+        self.net = Compressor(shape, size, width)
 
     def encode(self, fitted: Weights, images: Tensor) -> Tensor:
         return in_parts(self._packed, self.numbers(fitted, images), 4096)

@@ -50,6 +50,7 @@ class Config:
     codec: str = knob("klt", "what makes codes of images", choices=KINDS)
     code_bytes: int = knob(0, "bytes of a code; 0 is a tenth of an image's, and at least 12", least=0)
     codec_rounds: int = knob(60, "rounds in which codec=autoencoder is trained before the first task", least=1)
+    codec_width: int = knob(64, "channels of its two networks: the capacity of its decoder", least=1, most=1024)
     codec_lr: float = knob(0.1, "learning rate of that", above=0)
     one_domain: bool = knob(True, "new images pass the codec, too, before they are trained on")
     exemplars: str = knob(
@@ -315,7 +316,7 @@ def codec_of(config: Config, setting: Setting) -> TransformCodec | LearnedCodec 
     if config.exemplars in ("codes", "raw"):
         room = setting.budget.per_client  # a share of it may be too small: hr-mini keeps nothing then
         room_for_one(numbers if config.exemplars == "raw" else size, room, "a smaller code_bytes")
-    return build(config.codec, setting.shape, size)
+    return build(config.codec, setting.shape, size, config.codec_width)
 
 
 def latent_size(config: Config, setting: Setting) -> int:

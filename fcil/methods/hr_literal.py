@@ -23,6 +23,7 @@ from fcil.blocks.losses import divergence_from_normal, expected_squared_error, n
 from fcil.blocks.training import as_bytes, by_class, in_parts, loaded, normal, weights_of
 from fcil.knobs import knob
 from fcil.method import Batch, Clients, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
+from fcil.networks import AutoEncoder
 from fcil.records import ByClass, Update, Weights, record
 from fcil.scenario.tasks import LocalData, Task, mask
 
@@ -34,6 +35,9 @@ class Config:
     lr: float = knob(0.1, "learning rate of the clients' SGD", above=0)
     latent: int = knob(0, "numbers in a code; 0 is a tenth of an image's", least=0)
     variational: bool = knob(True, "variational autoencoder; false is a deterministic one, without KL term")
+    decoder_width: int = knob(
+        0, "channels of the decoder before its last layer; 0 is as many as the encoder begins with", least=0, most=1024
+    )
     pull: float = knob(
         0.0,
         "lambda of Eq. 7, the pull of a code to its centroid; 0 is 1/30 of an image's numbers: 102 at 32x32",
@@ -123,7 +127,7 @@ class Server:  # Algorithm 1
     def __init__(self, config: Config, setting: Setting):  # 1
         self.config, self.setting = config, setting
         latent, capacity = latent_size(config, setting), setting.capacity
-        weights = weights_of(setting.autoencoder(latent, config.variational))  # 3
+        weights = weights_of(network_of(config, setting))  # 3
         self.state = Model(
             weights, weights, torch.zeros(capacity, latent), mask((), capacity),
             of_clients=torch.zeros(0, capacity, latent), judged=torch.zeros(2, capacity, dtype=torch.int64),
@@ -173,7 +177,7 @@ class Client:  # Algorithm 2
 
     def __init__(self, config: Config, setting: Setting):
         self.config, self.setting, self.latent = config, setting, latent_size(config, setting)
-        self.net, self.old = (setting.autoencoder(self.latent, config.variational) for _ in range(2))  # 1
+        self.net, self.old = (network_of(config, setting) for _ in range(2))  # 1
         self.bits, self.pull = int(config.code_bits), config.pull or math.prod(setting.shape) / 30
         self.noise = config.noise or ((1 + 2 * self.pull / config.kl) ** -0.5 if config.kl else 0.0)
         self.at_once = max(1, 2**17 // math.prod(setting.shape[1:]))  # images through a network at a time
@@ -329,6 +333,11 @@ class Client:  # Algorithm 2
 def latent_size(config: Config, setting: Setting) -> int:
     """Return how many numbers a code has: a tenth of an image's, as Table 3 implies, unless set."""
     return config.latent or max(1, round(math.prod(setting.shape) / 10))
+
+
+def network_of(config: Config, setting: Setting) -> AutoEncoder:
+    """Return the autoencoder that the knobs ask for."""
+    return setting.autoencoder(latent_size(config, setting), config.variational, config.decoder_width)
 
 
 METHOD = Method(Config, Server, Client, Memory)

@@ -19,11 +19,11 @@ def build(name: str, shape: tuple[int, int, int], classes: int, norm: str = "bat
 
 
 def build_autoencoder(
-    name: str, shape: tuple[int, int, int], latent: int, variational: bool, norm: str = "batch"
+    name: str, shape: tuple[int, int, int], latent: int, variational: bool, norm: str = "batch", width: int = 0
 ) -> AutoEncoder:
-    """Return an autoencoder whose encoder has the named body; its decoder begins as wide as the body does."""
+    """Return an autoencoder whose encoder has the named body; width 0 is a decoder as wide as the body begins."""
     body: ResNet18 | SmallNet = BODIES[name](shape[0], norm)  # type: ignore[assignment]
-    return AutoEncoder(Encoder(body, latent, variational), Decoder(latent, shape, body.begins, norm))
+    return AutoEncoder(Encoder(body, latent, variational), Decoder(latent, shape, width or body.begins, norm))
 
 
 def build_encoder(name: str, shape: tuple[int, int, int], latent: int, norm: str = "batch") -> Encoder:

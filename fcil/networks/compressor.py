@@ -13,12 +13,13 @@ from torch.nn import functional as F
 from fcil.networks.heads import Normalise
 
 BITS = 4  # of each number
+WIDTH = 64  # channels, unless another is asked for
 
 
 class Compressor(nn.Module):
     """Encoder and decoder; `size` is the bytes of a code, of which each holds two numbers."""
 
-    def __init__(self, shape: tuple[int, int, int], size: int, width: int = 64):
+    def __init__(self, shape: tuple[int, int, int], size: int, width: int = WIDTH):
         super().__init__()
         channels, height, across = shape
         self.shape, self.grid, self.kept = shape, (ceil(height / 4), ceil(across / 4)), size * 8 // BITS

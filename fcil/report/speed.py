@@ -12,7 +12,9 @@ Found = dict[str, Any]
 
 def tables(found: Sequence[Found]) -> list[RenderableType]:
     """Return a table, or a line, for each part that was measured."""
-    parts = {name: [f for f in found if f["part"] == name] for name in ("engine", "rounds", "growth", "missing")}
+    parts = {
+        name: [f for f in found if f["part"] == name] for name in ("engine", "rounds", "growth", "page", "missing")
+    }
     shown: list[RenderableType] = []
     if parts["engine"]:
         shown += [_engine(parts["engine"]), *(_share(f) for f in parts["engine"] if "share" in f)]
@@ -20,6 +22,7 @@ def tables(found: Sequence[Found]) -> list[RenderableType]:
         shown += [_rounds(parts["rounds"]), *_best(parts["rounds"])]
     if parts["growth"]:
         shown += ["How costs grow", *(f["says"] for f in parts["growth"])]
+    shown += [f["says"] for f in parts["page"]]
     return [*shown, *dict.fromkeys(f["says"] for f in parts["missing"] if not f["needed"])]
 
 

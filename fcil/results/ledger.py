@@ -124,7 +124,7 @@ def result_of(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         return {**_accuracy(tasks, federated), **_cost(costly), **_noted(costly)}
     except KeyError as error:
         raise UserError(f"a line of the ledger lacks {error}") from None
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UserError(f"the lines of the ledger do not fit together ({error})") from None
 
 

@@ -56,6 +56,11 @@ def unfinished(paths: Iterable[Path]) -> list[Path]:
     return list({folder.resolve(): folder for folder in folders}.values())
 
 
+def folders(path: Path) -> list[Path]:
+    """Return the folders of all runs in `path`, finished or not."""
+    return list(_run_folders(path))
+
+
 def read_result(folder: Path) -> dict[str, Any]:
     """Return the result.json of a run, or say what is wrong with it."""
     path = folder / "result.json"

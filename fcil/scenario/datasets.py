@@ -65,6 +65,14 @@ def load(name: str, image_size: int = 0) -> Dataset:
     return _from_source(path.resolve().name, "the user's own", find(path), image_size)
 
 
+def require(name: str) -> None:
+    """Say in a sentence where a known dataset is not here and cannot be fetched, without reading its images."""
+    if name == "imagenet-subset":
+        _imagenet_subset()
+    elif name in HUB:
+        find(_known_folder(name))
+
+
 def _from_source(name: str, licence: str, source: Source, image_size: int) -> Dataset:
     data = decoded(source, image_size)
     names = _in_words(source.where, data.names)

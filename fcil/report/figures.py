@@ -1,0 +1,82 @@
+"""The charts of runs as files: PNG for a README or slides, PDF for a paper, drawn by the same functions as the page."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fcil.errors import UserError
+from fcil.report.evidence import Evidence, gather
+
+WIDTH = 860  # pixels, before scaling
+SCALE = 2  # of a PNG
+FORMATS = ("png", "pdf")
+LINES = "the best of each family"  # the view that is drawn beside the first
+
+
+def write_figures(runs: Sequence[Path], out: Path) -> tuple[list[Path], list[str], list[str]]:
+    """Draw all that `runs` can show into the folder `out`; return the files, and what is left out: runs and figures."""
+    found, left_out = gather(runs)
+    if not found:
+        raise UserError(f"there is no run to draw: {'; '.join(left_out)}")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {out} ({error.strerror}); choose another --out") from None
+    wanted: dict[Path, Any] = {}
+    missing: list[str] = []
+    for evidence in found:
+        folder = out / f"{evidence.section.benchmark.replace('/', '_')}-{evidence.section.protocol}"
+        for name, figure in _figures(evidence, missing):
+            wanted[folder / name] = figure
+    files = [path.with_suffix(f".{kind}") for path in wanted for kind in FORMATS]
+    for folder in {path.parent for path in wanted}:
+        folder.mkdir(exist_ok=True)
+    _render([figure for figure in wanted.values() for _ in FORMATS], files)
+    return files, left_out, missing
+
+
+def all_charts() -> tuple[Callable[[Evidence], Any], ...]:
+    """Return every function that draws runs: those of the page, and the paper's figures."""
+    try:
+        from fcil.report.charts import CHARTS, PAPER
+        from fcil.report.replay_figure import what_is_replayed
+        from fcil.report.schemes import how_hybrid_replay_goes, where_forgetting_happens
+    except ImportError as error:
+        raise UserError(f"figures need the package {error.name}; install it with: pip install fcil[report]") from None
+    return (*CHARTS, *PAPER, where_forgetting_happens, how_hybrid_replay_goes, what_is_replayed)
+
+
+def _figures(evidence: Evidence, missing: list[str]) -> list[tuple[str, Any]]:
+    figures = []
+    for draw in all_charts():
+        made = draw(evidence)
+        if isinstance(made, str):
+            missing.append(f"{evidence.title}: {made}")
+            continue
+        figures.append((made.name, made.views[0].figure))
+        figures += [(f"{made.name}-lines", view.figure) for view in made.views[1:] if view.name == LINES]
+    return figures
+
+
+def _render(figures: Sequence[Any], files: Sequence[Path]) -> None:
+    """Let one browser draw all files."""
+    try:
+        import kaleido  # noqa: F401
+        import plotly.io
+        from choreographer.errors import BrowserClosedError, BrowserDepsError, BrowserFailedError
+    except ImportError as error:
+        raise UserError(f"figures need the package {error.name}; install it with: pip install fcil[report]") from None
+    widths = [WIDTH + (140 if figure.layout.showlegend is not False else 0) for figure in figures]
+    for figure in figures:
+        title = {"x": 0.02, "xanchor": "left", "font": {"size": 16}}
+        figure.update_layout(paper_bgcolor="white", margin={"t": 64}, title=title)
+    try:
+        plotly.io.write_images(
+            list(figures), list(files), scale=[SCALE if file.suffix == ".png" else 1 for file in files], width=widths,
+            height=[figure.layout.height for figure in figures],
+        )  # fmt: skip
+    except (RuntimeError, BrowserClosedError, BrowserDepsError, BrowserFailedError) as error:
+        raise UserError(
+            f"figures are drawn by a browser, and none could be started ({type(error).__name__}); "
+            "install one with: apt-get install chromium"
+        ) from None

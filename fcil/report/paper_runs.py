@@ -1,0 +1,56 @@
+"""Which runs the tables and the memory sweep of the paper take, by our names: `fcil sweep --paper` runs them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fcil.errors import UserError, unknown
+from fcil.report.comparison import BOUNDS
+from fcil.report.paper import PAPER_FINAL, PAPER_TABLE_3
+from fcil.report.paper_curves import BY_MEMORY, MEMORIES, MEMORYLESS, SWEPT
+from fcil.scenario import benchmarks as known
+
+TABLES = ("table2", "table3", "memory")
+TABLE_2 = (*list(PAPER_FINAL["cifar100-10x10"]), "hr-literal")  # as printed, beside ours
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A run that a table takes, but for its seed."""
+
+    benchmark: str
+    method: str
+    settings: dict[str, str] = field(default_factory=dict)
+
+
+def runs_of(table: str, only: Sequence[str] = (), protocol: str = "") -> list[Wanted]:
+    """Return the runs of a table, on those of its benchmarks that are asked for, or on all; the bounds come first."""
+    if table not in TABLES:
+        raise unknown("table", table, TABLES)
+    columns = {"table2": list(PAPER_FINAL), "table3": list(PAPER_TABLE_3), "memory": list(BY_MEMORY)}[table]
+    for name in only:
+        if name not in columns:
+            raise UserError(f"--paper {table} is not about {name}; it takes {', '.join(columns)}")
+    return [wanted for name in columns if name in (only or columns) for wanted in _on(name, table, protocol)]
+
+
+def _on(benchmark: str, table: str, protocol: str) -> list[Wanted]:
+    bounds = [Wanted(benchmark, bound) for bound in BOUNDS]
+    if table == "table2":
+        return [*bounds, *(Wanted(benchmark, method) for method in TABLE_2)]
+    if table == "table3":
+        methods = ("hr", "hr-literal", *(m for m in PAPER_TABLE_3[benchmark] if m != "hr"))
+        return [*bounds, *(Wanted(benchmark, method, _budget(benchmark, method, protocol)) for method in methods)]
+    fixed = [Wanted(benchmark, method) for method in MEMORYLESS]
+    swept = [method for method in (*SWEPT, "hr-literal") if method not in MEMORYLESS]
+    return [*bounds, *fixed, *(Wanted(benchmark, m, {"memory": str(n)}) for m in swept for n in MEMORIES)]
+
+
+def _budget(benchmark: str, method: str, protocol: str) -> dict[str, str]:
+    """Return what Table 3 takes from Hybrid Replay for its decoder: codes, and as the paper has it, epochs."""
+    claims = PAPER_TABLE_3[benchmark]
+    if not method.startswith("hr"):
+        return {}
+    timing = known.protocol(protocol or known.benchmark(benchmark).protocol)
+    share = claims["hr"].exemplars / 200  # Table 2 has 200, and charges no decoder
+    rounds = round(timing.rounds * claims["hr"].epochs / claims["glfc"].epochs)
+    return {"memory_share": f"{share:g}", "rounds": str(rounds)}
