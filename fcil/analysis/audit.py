@@ -70,6 +70,7 @@ def audit(folder: Path, device: str = "auto", most: int = 500) -> tuple[Found, P
         found = {
             "format": FORMAT,
             **{key: result.get(key) for key in ("method", "benchmark", "protocol", "seed", "settings", "command")},
+            "classes": [parts.scenario.class_names[j] for j in parts.scenario.tasks[-1].seen],
             "images": {"train": len(images.train), "test": len(images.test)},
             "membership": membership(parts, message, images, exemplars, invented),
             "kept": likeness(exemplars, images, _bytes_each(parts)),

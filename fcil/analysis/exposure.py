@@ -89,7 +89,7 @@ def _overheard(parts: Parts, message: Any) -> Iterator[Row]:
         data = _data(parts, c, last)
         if number < MOST_MESSAGES and len(data.labels):
             memory = parts.transport.memories.get(c) or parts.method.memory()
-            one: Exposed = client.overheard(memory, data, message)
+            one: Exposed = client.overheard(memory, data, message)  # type: ignore[attr-defined]
             for j in one.rebuilt.keys() & one.real.keys():
                 yield one.rebuilt[j], _most_like(one.rebuilt[j], one.real[j]), j, len(one.real[j])
                 number += 1

@@ -14,6 +14,7 @@ from fcil.records import ByClass, flatten
 
 LABEL_BYTES = 8  # of the whole number under which a client keeps the exemplars of a class
 FLOAT_BYTES = 4
+DECODING = ("weights: decoder", "codec", "codebooks", "autoencoder", "generator")  # parts that turn codes into images
 
 
 class Weight(NamedTuple):
@@ -74,22 +75,28 @@ def weighed(rec: Any) -> dict[str, Weight]:
 
 def memory_report(memories: Mapping[int, Any], broadcast: Any, classes: int, clients: int) -> dict[str, Any]:
     """Say what clients keep, one by one and all together, and what the broadcast brings each of them."""
-    count, by_client, parts = 0, [], dict[str, Weight]()
+    count, numbers, by_client, parts = 0, 0, [], dict[str, Weight]()
     for memory in memories.values():
         kept, own = exemplars_of(memory), weighed(memory)
         count += sum(map(len, kept.values()))
+        numbers += sum(tensor.numel() for tensor in kept.values())
         by_client.append(sum(weight.bytes for weight in own.values()))
         own["labels"] = Weight(len(kept), LABEL_BYTES * len(kept))  # the keys of dictionaries, beside the budget
-        parts |= {n: Weight(*map(sum, zip(parts.get(n, NOTHING), w, strict=True))) for n, w in own.items()}
-    codes = sum((w.numbers for n, w in parts.items() if n != "labels"), 0)
+        parts |= {name: _sum([parts.get(name, NOTHING), weight]) for name, weight in own.items()}
+    carried = weighed(broadcast)
     return {
         "exemplars": count,
         "exemplars_per_class": round(count / classes, 3) if classes else 0,
-        "numbers_per_exemplar": round(codes / count, 2) if count else 0,
+        "numbers_per_exemplar": round(numbers / count, 2) if count else 0,
         "client_bytes": {"most": max(by_client, default=0), "mean": round(sum(by_client) / max(1, clients), 1)},
         "federation": {name: weight._asdict() for name, weight in parts.items()},
-        "broadcast": {name: weight._asdict() for name, weight in weighed(broadcast).items()},
+        "broadcast": {name: weight._asdict() for name, weight in carried.items()},
+        "decoder": _sum([weight for name, weight in carried.items() if name in DECODING])._asdict(),
     }
+
+
+def _sum(weights: list[Weight]) -> Weight:
+    return Weight(sum(w.numbers for w in weights), sum(w.bytes for w in weights))
 
 
 def table_3(benchmark: str) -> list[dict[str, Any]]:

@@ -44,7 +44,8 @@ def losses(scores: Tensor, labels: Tensor) -> Tensor:
     """
     gaps = gaps_to(scores, labels)
     tried = [(gaps * scale).logsumexp(1) for scale in SCALES.tolist()]
-    return min(tried, key=lambda each: float(each.mean()))
+    best: Tensor = min(tried, key=lambda each: float(each.mean()))
+    return best
 
 
 def margins(scores: Tensor, labels: Tensor) -> Tensor:
@@ -92,7 +93,8 @@ def matched(inside: Tensor, outside: Tensor) -> Tensor:
 def psnr(images: Tensor, others: Tensor) -> Tensor:
     """Return the peak signal-to-noise ratio of each pair of images in 0..255, in dB; infinite where they are equal."""
     error = (images.double() - others.double()).square().flatten(1).mean(1)
-    return 10 * (PEAK**2 / error).log10()
+    ratio: Tensor = 10 * (PEAK**2 / error).log10()
+    return ratio
 
 
 def ssim(images: Tensor, others: Tensor) -> Tensor:

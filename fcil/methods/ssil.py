@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fcil.blocks.codec import Fitted, named
-from fcil.blocks.exemplars import labels_of, paired, passed, pictured, quotas, recalled, room_for_one, shuffled_rows, updated
+from fcil.blocks.exemplars import (
+    labels_of,
+    paired,
+    passed,
+    pictured,
+    quotas,
+    recalled,
+    room_for_one,
+    shuffled_rows,
+    updated,
+)
 from fcil.blocks.losses import masked
 from fcil.blocks.training import loaded, weights_of
 from fcil.federation.rounds import fedavg, fit_codec, measure
