@@ -109,13 +109,16 @@ def _summed(parts: Parts) -> Iterator[Row]:
 
 
 def made(parts: Parts, message: Any, most: int) -> Tensor:
-    """Return images made up from the broadcast alone, or those that the server has made: uint8."""
+    """Return images made up from the broadcast alone, or those that the server has made: uint8.
+
+    What a server shows because it rebuilt messages is not made up; `sent` has it.
+    """
     client, generator = parts.engine.client, parts.engine.slots[0].generator
     generator.manual_seed(seed_of("made"))
     if hasattr(client, "invented"):
         pictures: Tensor = client.invented(message, most, generator)
         return pictures[:most]
-    shown = list(getattr(parts.server, "look", dict)().values())
+    shown = [] if hasattr(client, "overheard") else list(getattr(parts.server, "look", dict)().values())
     nothing = torch.zeros(0, *parts.scenario.shape, dtype=torch.uint8)
     return torch.cat([nothing, *(picture[None].cpu() for picture in shown)]).to(parts.engine.device)[:most]
 

@@ -115,7 +115,8 @@ def ssim(images: Tensor, others: Tensor) -> Tensor:
     )
     c1, c2 = ((k * PEAK) ** 2 for k in STABLE)
     alike = (2 * mean_x * mean_y + c1) * (2 * both + c2) / ((mean_x**2 + mean_y**2 + c1) * (var_x + var_y + c2))
-    return alike.flatten(1).mean(1)
+    means: Tensor = alike.flatten(1).mean(1)
+    return means
 
 
 # -- which images are near --------------------------------------------------------------------------------------------

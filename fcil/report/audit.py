@@ -170,8 +170,8 @@ def _groups(found: Found, pictures: Pictures) -> list[Group]:
     groups = [Group("kept, and if it were by other codecs" if found["kept"] else "nothing is kept; if it were", kept)]
     for name, pairs in pictures.sent.items():
         rows = pairs.sizes.argsort(stable=True)[:ROWS]
-        columns = [("rebuilt", list(pairs.pictures[rows])), ("most like it", list(pairs.sources[rows]))]
-        groups.append(Group(f"sent: {name}", columns, [f"1 of {n}" for n in pairs.sizes[rows].tolist()]))
+        columns = [("rebuilt", list(pairs.pictures[rows])), ("image", list(pairs.sources[rows]))]
+        groups.append(Group(f"sent: {name}", columns, [f"of {n}" for n in pairs.sizes[rows].tolist()]))
     rows = torch.linspace(0, max(0, len(pictures.made) - 1), min(ROWS, len(pictures.made))).long()
     made, near = pictures.made.cpu()[rows], pictures.nearest.cpu()[rows]
     return [*groups, Group("made up", [("made", list(made)), ("nearest", list(near))])]
@@ -179,7 +179,7 @@ def _groups(found: Found, pictures: Pictures) -> list[Group]:
 
 def _header(name: str, row: Found) -> str:
     error = "equal" if row["psnr"] is None else f"{row['psnr']:.1f} dB"
-    return f"{name}\n{row['bytes']:,} bytes\n{error}"
+    return f"{name}\n{row['bytes']:,} B\n{error}"
 
 
 def _show(axes: Any, image: Tensor) -> None:
