@@ -16,7 +16,7 @@ from fcil.blocks.codec import TransformCodec
 from fcil.errors import UserError
 from fcil.experiment import Parts
 from fcil.federation.calls import Call
-from fcil.federation.engine import seeded_data
+from fcil.federation.engine import seeded_data, threads
 from fcil.method import Exposed
 from fcil.scenario.tasks import LocalData, Task
 from fcil.seeds import seed_of
@@ -47,8 +47,9 @@ def kept(parts: Parts, message: Any, most: int, device: str) -> Pairs:
     for task, some in zip(parts.scenario.tasks, _chosen(parts, most), strict=True):
         parts.scenario.begin(task)
         for c, classes in some.items():
-            memory = _restricted(memories[c], classes)
-            found.append(client.exposed(memory, _data(parts, c, task), message))  # type: ignore[attr-defined]
+            memory, data = _restricted(memories[c], classes), _data(parts, c, task)
+            with threads(1):  # as whatever a client computes
+                found.append(client.exposed(memory, data, message))  # type: ignore[attr-defined]
     if any(one.drawn for one in found) and torch.device(device).type != parts.engine.device.type:
         raise UserError(f"the run was made on {device}, and which images its clients drew is found out there alone")
     rows = [(one.rebuilt[j], one.real[j], j, 1) for one in found for j in one.rebuilt]
@@ -89,7 +90,8 @@ def _overheard(parts: Parts, message: Any) -> Iterator[Row]:
         data = _data(parts, c, last)
         if number < MOST_MESSAGES and len(data.labels):
             memory = parts.transport.memories.get(c) or parts.method.memory()
-            one: Exposed = client.overheard(memory, data, message)  # type: ignore[attr-defined]
+            with threads(1):
+                one: Exposed = client.overheard(memory, data, message)  # type: ignore[attr-defined]
             for j in one.rebuilt.keys() & one.real.keys():
                 yield one.rebuilt[j], _most_like(one.rebuilt[j], one.real[j]), j, len(one.real[j])
                 number += 1
