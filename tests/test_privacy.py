@@ -1,4 +1,4 @@
-"""What can be told of images: the measures against scikit-image, scikit-learn, brute force, and a model that memorised."""
+"""What can be told of images: measures against scikit-image, scikit-learn, brute force, a model that memorised."""
 
 import math
 
