@@ -68,20 +68,33 @@ def test_nearest_images_and_ranks_are_those_of_brute_force(seed: int, pictures: 
     drawn = some_images(seed, pictures + images, 1, 2, 3) // 64 * 60  # coarse, so that some are equally near
     seen, every = drawn[:pictures], drawn[pictures:]
     which = torch.randint(images, (pictures,), generator=generated(seed))
-    found, ranks = privacy.nearest(seen, every), privacy.ranks(seen, every[which], every)
+    found = privacy.nearest(seen, every, every[which])
     for i, picture in enumerate(seen.long()):
         squares = [int((picture - image).square().sum()) for image in every.long()]
         assert squares[found.row[i]] == min(squares)
         assert math.isclose(found.distance[i], math.sqrt(min(squares) / 6))
-        assert ranks[i] == 1 + sum(square < squares[which[i]] for square in squares)
+        assert found.rank[i] == 1 + sum(square < squares[which[i]] for square in squares)
+        crowd = [math.sqrt(square) for square in sorted(squares)[: privacy.CROWD]]
+        assert math.isclose(found.relative[i], crowd[0] / max(1e-12, sum(crowd) / len(crowd)), abs_tol=1e-9)
 
 
 def test_parts_of_a_long_list_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     pictures, images = some_images(1, 9, 3, 4, 4), some_images(2, 30, 3, 4, 4)
-    at_once = privacy.nearest(pictures, images), privacy.ranks(pictures, images[:9], images)
+    at_once = privacy.nearest(pictures, images, images[:9])
     monkeypatch.setattr(privacy, "AT_ONCE", 64)
-    in_parts = privacy.nearest(pictures, images), privacy.ranks(pictures, images[:9], images)
-    assert torch.equal(at_once[0].row, in_parts[0].row) and torch.equal(at_once[1], in_parts[1])
+    in_parts = privacy.nearest(pictures, images, images[:9])
+    for whole, pieced in zip(at_once, in_parts, strict=True):
+        assert torch.equal(whole, pieced)
+
+
+def test_a_copy_stands_out_and_a_blur_does_not() -> None:
+    images = load("digits").train_images[:500]
+    off = (10 * torch.randn(20, 1, 8, 8, generator=generated(0))).round()
+    copies = (images[:20] + off).clamp(0, 255).to(torch.uint8)
+    blurs = images.view(20, 25, 1, 8, 8).double().mean(1).round().to(torch.uint8)
+    new = load("digits").test_images[:20]
+    copied, blurred, usual = (privacy.nearest(pictures, images).relative.median() for pictures in (copies, blurs, new))
+    assert copied < 0.5 * usual and blurred > usual
 
 
 # -- the area under the curve -----------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fcil.analysis.exposure import Pairs, kept, made, sent
 from fcil.analysis.memory import exemplars_of, memory_report, table_3
-from fcil.analysis.privacy import Auc, auc, losses, margins, matched, nearest, psnr, ranks, ssim
-from fcil.blocks.codec import Codec, RawCodec, WebpCodec, build
+from fcil.analysis.privacy import Auc, Nearest, auc, losses, margins, matched, nearest, psnr, ssim
+from fcil.blocks.codec import Codec, RawCodec, TransformCodec, WebpCodec
 from fcil.errors import UserError
 from fcil.experiment import Parts, restored
 from fcil.files import write_text
@@ -35,13 +35,13 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True)
 class Images:
-    """The images of a run, and how far test images are from the nearest training image."""
+    """The images of a run, and how near test images come to a training image: as new images do."""
 
     train: Tensor
     train_labels: Tensor
     test: Tensor
     test_labels: Tensor
-    usual: Tensor
+    usual: Nearest
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def likeness(pairs: Pairs, images: Images, size: int | None = None) -> Found | N
     if not len(pairs.labels):
         return None
     ratio, alike = psnr(pairs.pictures, pairs.sources), ssim(pairs.pictures, pairs.sources)
-    rank = ranks(pairs.pictures, pairs.sources, images.train)
+    near = nearest(pairs.pictures, images.train, pairs.sources)
     middle = float(ratio.median())
     return {
         "bytes": size,
@@ -146,22 +146,22 @@ def likeness(pairs: Pairs, images: Images, size: int | None = None) -> Found | N
         "identical": _share(ratio.isinf()),
         "psnr": round(middle, 2) if math.isfinite(middle) else None,  # none where most are identical
         "ssim": round(float(alike.median()), 4),
-        "source_is_nearest": _share(rank == 1),
-        "rank": int(rank.median()),
-        **(copying(pairs.pictures, images) or {}),
+        "source_is_nearest": _share(near.rank == 1),
+        "rank": int(near.rank.median()),
+        **_copying(near, images),
     }
 
 
 def copying(pictures: Tensor, images: Images) -> Found | None:
-    """Say how far pictures are from the nearest training image, and whether that is less than of test images."""
-    if not len(pictures):
-        return None
-    distance = nearest(pictures, images.train).distance
+    """Say how near pictures come to some training image, beside how near test images come."""
+    return {"pictures": len(pictures), **_copying(nearest(pictures, images.train), images)} if len(pictures) else None
+
+
+def _copying(near: Nearest, images: Images) -> Found:
     return {
-        "pictures": len(pictures),
-        "distance": round(float(distance.median()), 2),
-        "distance_of_test_images": round(float(images.usual.median()), 2),
-        "nearer_than_test_images": _rounded(auc(-distance, -images.usual)),
+        "distance": round(float(near.distance.median()), 2),
+        "distance_of_test_images": round(float(images.usual.distance.median()), 2),
+        "stands_out": _rounded(auc(-near.relative, -images.usual.relative)),
     }
 
 
@@ -172,7 +172,7 @@ def _images(parts: Parts, most: int) -> Images:
     train, labels = parts.scenario.trained()
     tests = [parts.scenario.test(task) for task in parts.scenario.tasks]
     test, test_labels = (torch.cat(both) for both in zip(*tests, strict=True))
-    return Images(train, labels, test, test_labels, nearest(test[_order(test, "usual")[:most]], train).distance)
+    return Images(train, labels, test, test_labels, nearest(test[_order(test, "usual")[:most]], train))
 
 
 def _codecs(parts: Parts, images: Images) -> Iterator[tuple[str, Codec, Weights]]:
@@ -184,10 +184,10 @@ def _codecs(parts: Parts, images: Images) -> Iterator[tuple[str, Codec, Weights]
         size = max(WebpCodec.least, round(numbers / WEBP_SHARE))
         yield f"webp:{size}", WebpCodec(shape, size), {}
     early = images.train[torch.isin(images.train_labels, first)]
+    sums = TransformCodec(shape, 1).statistics(early) if len(early) else None
     for size in sorted({max(1, round(numbers / share)) for share in SHARES}):
-        codec: Any = build("klt", shape, size)
-        fitted = codec.fitted(codec.statistics(early) if len(early) else None)
-        yield f"klt:{size}", codec, {name: part.to(early.device) for name, part in fitted.items()}
+        codec = TransformCodec(shape, size)
+        yield f"klt:{size}", codec, {name: part.to(early.device) for name, part in codec.fitted(sums).items()}
 
 
 def _samples(images: Images, most: int) -> Pairs:

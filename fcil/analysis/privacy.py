@@ -21,6 +21,7 @@ TAIL = 0.025  # of its draws on either side of the interval: 95 % lie inside
 PEAK = 255.0  # the largest value of a pixel
 WINDOW = 7  # side of the squares over which SSIM compares, as scikit-image has it
 STABLE = (0.01, 0.03)  # K1 and K2 of SSIM
+CROWD = 50  # nearest images among which the first may stand out
 AT_ONCE = 2**24  # distances that are computed at a time
 
 
@@ -123,32 +124,34 @@ def ssim(images: Tensor, others: Tensor) -> Tensor:
 
 
 class Nearest(NamedTuple):
-    """Of each picture the image nearest to it in pixels, and how far that is: the root of the mean squared error."""
+    """Of each picture the image nearest to it in pixels, and how near that is."""
 
     row: Tensor
-    distance: Tensor
+    distance: Tensor  # root of the mean squared error
+    relative: Tensor  # over the mean distance of the 50 nearest: small where one image stands out
+    rank: Tensor  # of the picture's source by distance, 1 is first; an equally near image does not count as nearer
 
 
-def nearest(pictures: Tensor, images: Tensor) -> Nearest:
-    """Find the nearest of `images` to each picture."""
-    rows, squares = [], []
-    for part in _parts(pictures, images):
-        found = _squared(part, images).min(1)
-        rows.append(found.indices)
-        squares.append(found.values)
-    return Nearest(torch.cat(rows), (torch.cat(squares) / math.prod(images.shape[1:])).sqrt())
+def nearest(pictures: Tensor, images: Tensor, sources: Tensor | None = None) -> Nearest:
+    """Find the nearest of `images` to each picture, and where among them its source is; without one the rank is 1.
 
-
-def ranks(pictures: Tensor, sources: Tensor, images: Tensor) -> Tensor:
-    """Return the rank of the image that each picture came from among all `images`, by distance in pixels: 1 is first.
-
-    An equally near one does not count as nearer; neither does a copy of the source.
+    A blurred picture is not far from any image, and so is nearer to the nearest than a sharp one is. But then it is as
+    near to many others; a copy is near to one alone (Carlini et al., "Extracting Training Data from Diffusion Models",
+    2023).
     """
-    found = []
-    for part, own in zip(_parts(pictures, images), _parts(sources, images), strict=True):
+    rows, squares, relative, ranks = [], [], [], []
+    for part, own in zip(
+        _parts(pictures, images), _parts(pictures if sources is None else sources, images), strict=True
+    ):
+        every = _squared(part, images)
+        first = every.topk(min(CROWD, len(images)), dim=1, largest=False)
         far = (part.double() - own.double()).square().flatten(1).sum(1)
-        found.append(1 + (_squared(part, images) < far[:, None]).sum(1))
-    return torch.cat(found)
+        rows.append(first.indices[:, 0])
+        squares.append(first.values[:, 0])
+        relative.append(first.values[:, 0].sqrt() / first.values.sqrt().mean(1).clamp_min(1e-12))
+        ranks.append(1 + (every < far[:, None]).sum(1))
+    distance = (torch.cat(squares) / math.prod(images.shape[1:])).sqrt()
+    return Nearest(torch.cat(rows), distance, torch.cat(relative), torch.cat(ranks))
 
 
 def _parts(rows: Tensor, images: Tensor) -> tuple[Tensor, ...]:

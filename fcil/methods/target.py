@@ -257,7 +257,8 @@ class Client:
         return masked(loaded(self.net, message.weights)(images), message.new | message.old)
 
     def invented(self, message: Model, number: int, generator: torch.Generator) -> Tensor:
-        return message.images[torch.randperm(len(message.images), generator=generator)[:number].to(message.new.device)]
+        order = torch.randperm(len(message.images), generator=generator, device=generator.device)
+        return message.images[order[:number]]
 
     def look(self, memory: Nothing, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:
         return Pictures({j: data.of(j)[0] for j in classes if j in data.classes()}, {}, {})

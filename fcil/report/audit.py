@@ -26,8 +26,8 @@ def tables(found: Found) -> list[RenderableType]:
         _likeness(found),
         "PSNR (dB) and SSIM to the image that it came from, or is most like of those that went in, and that one's rank "
         f"among all {found['images']['train']:,} training images by distance in pixels: medians; 1st: how often it is "
-        "the nearest; copy: the chance that a picture is nearer to some training image than a test image is (0.5: as "
-        "new images are, 1: copies)\n",
+        "the nearest; copy: the chance that its nearest image stands out more among its 50 nearest than that of a test "
+        "image (0.5: as of new images, 1: copies)\n",
         _memory(found),
         *_beside_the_paper(found),
     ]
@@ -58,7 +58,7 @@ def _cells(row: Found) -> list[str]:
     return [
         f"{row['bytes']:,}" if row.get("bytes") else "", f"{row['pictures']:,}", exact,
         f"{row['ssim']:.3f}" if known else "", f"{row['source_is_nearest']:.0%}" if known else "",
-        f"{row['rank']:,}" if known else "", f"{row['nearer_than_test_images']['value']:.2f}",
+        f"{row['rank']:,}" if known else "", f"{row['stands_out']['value']:.2f}",
     ]  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def draw(found: Found, pictures: Pictures, path: Path) -> None:
 
 
 def _groups(found: Found, pictures: Pictures) -> list[Group]:
-    some = _spread(pictures.kept.labels)
+    some = _spread(pictures.kept.labels.cpu())
     kept = [("image", list(pictures.kept.sources[some]))]
     if found["kept"]:
         kept.append((_header("kept", found["kept"]), list(pictures.kept.pictures[some])))
@@ -193,5 +193,5 @@ def _show(axes: Any, image: Tensor) -> None:
 def _spread(labels: Tensor) -> Tensor:
     """Return some rows, of as many classes as there are, in their order."""
     turns = [int((labels[:i] == label).sum()) for i, label in enumerate(labels[:1000])]
-    first = torch.tensor(turns, dtype=torch.int64).argsort(stable=True)[:ROWS].to(labels.device)
+    first = torch.tensor(turns, dtype=torch.int64).argsort(stable=True)[:ROWS]
     return first[labels[first].argsort(stable=True)]
