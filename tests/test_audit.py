@@ -24,7 +24,7 @@ from fcil.experiment import execute, restored
 from fcil.federation.engine import threads
 from fcil.methods import METHODS
 from fcil.methods.hr_literal import Memory as LiteralMemory
-from fcil.records import Nothing, size_in_bytes
+from fcil.records import ByClass, Nothing, Weights, record, size_in_bytes
 from fcil.scenario.datasets import load
 from tests.conftest import FILES, TINY, tiny_plan
 from tests.typed import done, fingerprint, typed
@@ -229,8 +229,24 @@ def test_the_paper_s_table_3_is_computed_in_numbers_and_bytes() -> None:
     assert len(table_3("digits")) == 4
 
 
-def test_what_has_no_classes_has_no_exemplars() -> None:
+@record
+class Odd:
+    """A memory that has more than exemplars."""
+
+    weights: Weights
+    counts: ByClass
+    exemplars: ByClass
+
+
+def test_exemplars_are_told_from_what_is_kept_beside_them() -> None:
     assert exemplars_of(Nothing()) == {} and memory_report({}, Nothing(), 10, 5)["exemplars"] == 0
+    rows = {3: torch.zeros(4, 7, dtype=torch.uint8)}
+    odd = Odd({"w": torch.zeros(2, 2)}, {3: torch.tensor(4)}, rows)
+    assert exemplars_of(odd) is rows
+    report = memory_report({5: odd}, Nothing(), 2, 10)
+    assert report["exemplars"] == 4 and report["numbers_per_exemplar"] == 7 and report["exemplars_per_class"] == 2
+    assert report["federation"]["exemplars"] == {"numbers": 28, "bytes": 28}
+    assert report["client_bytes"] == {"most": 16 + 8 + 28, "mean": 5.2}
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

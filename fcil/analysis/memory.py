@@ -58,9 +58,11 @@ TABLE_3 = (  # the second column's classes are 100, not the 200 of its benchmark
 
 
 def exemplars_of(memory: Any) -> ByClass:
-    """Return the exemplars of a memory, by class: its first field that has something of each class."""
-    kinds = ((part.name, getattr(memory, part.name)) for part in fields(memory))
-    return next((value for _, value in kinds if isinstance(value, dict)), {})
+    """Return the exemplars of a memory, by class: its first field that has rows of each class."""
+    for value in (getattr(memory, part.name) for part in fields(memory)):
+        if isinstance(value, dict) and all(isinstance(j, int) and rows.ndim for j, rows in value.items()):
+            return value
+    return {}
 
 
 def weighed(rec: Any) -> dict[str, Weight]:

@@ -47,7 +47,7 @@ def feature_sums(features: Callable[[Tensor], Tensor], exemplars: ByClass, augme
     return FeatureSums(sums, {j: torch.tensor(len(images)) for j, images in exemplars.items()})
 
 
-def with_mean_features(net: nn.Module, exemplars: ByClass, generator: torch.Generator) -> ByClass:
+def with_mean_features(net: nn.Module, exemplars: ByClass) -> ByClass:
     """Return an image of each class whose feature is the mean that `feature_sums` tells, as nearly as one is found."""
     if not exemplars:
         return {}
@@ -59,7 +59,7 @@ def with_mean_features(net: nn.Module, exemplars: ByClass, generator: torch.Gene
     def feature(images: Tensor) -> Tensor:
         return F.normalize(net.features(images))  # type: ignore[operator]
 
-    pictures = inverted(feature, wanted, normalise, shape, generator)  # type: ignore[arg-type]
+    pictures = inverted(feature, wanted, normalise, shape)  # type: ignore[arg-type]
     return dict(zip(exemplars, pictures[:, None], strict=True))
 
 

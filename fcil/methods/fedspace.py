@@ -178,7 +178,7 @@ class Client:
         if not features:
             return Exposed({}, {})
         means, net = torch.stack([own.mean(0) for own in features.values()]), self.net
-        found = inverted(net.features, means, net.normalise, tuple(data.images.shape[1:]), data.generator)  # type: ignore[arg-type]
+        found = inverted(net.features, means, net.normalise, tuple(data.images.shape[1:]))  # type: ignore[arg-type]
         return Exposed({j: data.of(j) for j in features}, dict(zip(features, found[:, None], strict=True)))
 
     def loss(self, nets: Nets, batch: Batch, given: Given) -> Tensor:

@@ -147,7 +147,7 @@ class Client:
         """Show images that have the mean features of exemplars, which `remember` sends."""
         real, kept = paired(self.codec, message.codec, memory.exemplars, data)
         net = loaded(self.net, message.weights)
-        return Exposed(real, with_mean_features(net, kept, data.generator))
+        return Exposed(real, with_mean_features(net, kept))
 
 
 def geodesic_loss(old: Tensor, new: Tensor, form: str, centre: str) -> Tensor:

@@ -178,7 +178,7 @@ class Client:
         net: Any = loaded(self.net, message.weights)
         codes = torch.cat(list(held.values()))
         wanted = decoded(message.codebooks, codes, self.shape)
-        found = inverted(net.lower, wanted, net.lower[0], self.setting.shape, data.generator)
+        found = inverted(net.lower, wanted, net.lower[0], self.setting.shape)
         return Exposed(real, dict(zip(held, torch.split(found, [len(own) for own in held.values()]), strict=True)))
 
     def predict(self, message: Model, images: Tensor) -> Tensor:

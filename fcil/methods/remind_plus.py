@@ -230,7 +230,7 @@ class Client:
         codes = torch.cat(list(held.values()))
         loaded(self.autoencoder, message.autoencoder)
         wanted = self.autoencoder.decode(decoded(message.codebooks, codes, self.shape)).detach()
-        found = inverted(net.lower, wanted, net.lower[0], self.setting.shape, data.generator)
+        found = inverted(net.lower, wanted, net.lower[0], self.setting.shape)
         return Exposed(real, dict(zip(held, torch.split(found, [len(own) for own in held.values()]), strict=True)))
 
     def predict(self, message: Model, images: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def _cells(row: Found) -> list[str]:
     exact = "equal" if known and row["psnr"] is None else f"{row['psnr']:.1f}" if known else ""
     return [
         f"{row['bytes']:,}" if row.get("bytes") else "", f"{row['pictures']:,}", exact,
-        f"{row['ssim']:.3f}" if known else "", f"{row['source_is_nearest']:.0%}" if known else "",
+        f"{row['ssim']:.3f}" if known else "", f"{row['source_is_nearest']:.1%}" if known else "",
         f"{row['rank']:,}" if known else "", f"{row['stands_out']['value']:.2f}",
     ]  # fmt: skip
 
