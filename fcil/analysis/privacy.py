@@ -160,5 +160,8 @@ def _parts(rows: Tensor, images: Tensor) -> tuple[Tensor, ...]:
 
 def _squared(pictures: Tensor, images: Tensor) -> Tensor:
     """Return squared distances of images in whole numbers: exact, as no sum of them comes near 2^53."""
-    a, b = pictures.flatten(1).double(), images.flatten(1).double()
-    return a.square().sum(1)[:, None] - 2 * a @ b.T + b.square().sum(1)
+    a, found = pictures.flatten(1).double(), []
+    for part in torch.split(images, max(1, 2 * AT_ONCE // images[0].numel())):  # all as doubles would be gigabytes
+        b = part.flatten(1).double()
+        found.append(b.square().sum(1) - 2 * a @ b.T)
+    return torch.cat(found, 1) + a.square().sum(1)[:, None]

@@ -15,14 +15,14 @@ from fcil.blocks.training import as_bytes, normal
 from fcil.networks.heads import Normalise
 
 CHANNELS, SIDE, STRIDES = 12, 5, (2, 2, 1)
-SEED = 2022  # of the weights, which everyone knows, and of that noise
+SEED = 2022  # of the weights, which everyone knows, and of the noise that a search by features begins at
 HISTORY = 20  # moves whose curvature L-BFGS remembers
 NEAR = 1e-8  # a search ends where so much of a gradient's squared length is left to explain
 STILL = 1e-9  # or where no number moves by more
 PATIENCE = 10  # or after so many steps without a loss lower than before: the rest is rounding
 LONGEST = 1.0  # most that a number moves at once; images are within about 2, and without a bound some searches fly off
 POSITIVE = 1e-10  # least curvature that is believed
-STEPS, INNER, LENGTH, FAINT = 30, 10, 0.5, 0.1  # of a search for images by their features, which begins at faint noise
+STEPS, INNER, LENGTH, FAINT = 30, 10, 0.5, 0.1  # of a search by features, which begins at faint noise
 
 
 class LeNet(nn.Module):

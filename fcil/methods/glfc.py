@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from fcil.blocks import inversion
 from fcil.blocks.augment import augmented
 from fcil.blocks.codec import named
-from fcil.blocks.exemplars import paired, passed, pictured, rehearsed, room_for_one, with_replay
+from fcil.blocks.exemplars import paired, passed, pictured, rehearsed, room_for_one, sources, with_replay
 from fcil.blocks.losses import binary_cross_entropies, masked
 from fcil.blocks.training import as_bytes, by_class, features_of, in_parts, loaded, normal, weights_of
 from fcil.federation.rounds import fit_codec, measure
@@ -311,7 +311,8 @@ class Client:
         if not len(data.labels):
             return Exposed({}, {})
         c, rows = self.config, self.gradients(data, message.weights, message)
-        real = self.prototypes(passed(self.codec, message.codec, data), data)
+        shown = passed(self.codec, message.codec, data)
+        real = data.images[sources(self.prototypes(shown, data).flatten(1), shown.flatten(1))]
         sent = torch.stack(list(rows.values()))
         labels = inversion.labels_in(self.lenet, sent)
         start = normal((len(sent), *self.setting.shape), data.generator).to(sent)
