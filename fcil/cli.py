@@ -412,6 +412,25 @@ def export(
 
 
 @app.command()
+def audit(
+    run: Folder,
+    most: Annotated[int, typer.Option(help="Exemplars, and made-up images, to look at.", min=1)] = 500,
+    device: Device = "auto",
+) -> None:
+    """Measure what a finished run tells of its training images, by its model, its memories and its messages."""
+    from fcil.analysis.audit import audit as measured
+    from fcil.analysis.audit import save
+    from fcil.report.audit import draw, tables
+
+    found, pictures = measured(run, device, most)
+    for shown in tables(found):
+        console.print(shown, soft_wrap=isinstance(shown, str))
+    written = save(found, run)
+    draw(found, pictures, run / "audit.png")
+    console.print(f"written: {written}; drawn: {run / 'audit.png'}", soft_wrap=True)
+
+
+@app.command()
 def bench(
     part: Annotated[
         list[str], typer.Option(help="engine, flower, pfl, growth or page; repeat it. All of them if not given.")

@@ -178,6 +178,26 @@ def the_device(wanted: str) -> str:
     return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
 
 
+def restored(folder: Path, device: str = "auto") -> tuple[Plan, Parts]:
+    """Return the plan of a finished run, and its parts as they were at its end: state, memories and all."""
+    wanted = Plan.read(folder)
+    if not (folder / "result.json").exists():
+        raise UserError(f"{folder} is not finished; finish it with: fcil run --resume {folder}")
+    if wanted.source and wanted.source != sha256(Path(wanted.method)):
+        raise UserError(f"{wanted.name} has changed since {folder} was begun; put it back as it was")
+    parts = assemble(wanted, device, workers=1)
+    try:
+        found = _restore(parts, Checkpoints(folder / "checkpoint"))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"the checkpoint of {folder} is not one of {wanted.name} ({error!r})") from None
+    if not found or parts.door.cursor.task < len(parts.scenario.tasks):
+        raise UserError(
+            f"{folder} has no whole checkpoint of its end, where the clients' memories are; `fcil run` always leaves "
+            f"one, so repeat the run in another folder: {wanted.command} --out FOLDER"
+        )
+    return wanted, parts
+
+
 def _restore(parts: Parts, checkpoints: Checkpoints) -> int:
     """Put a run back to its last checkpoint and return how much of the ledger counts."""
     saved = checkpoints.latest()

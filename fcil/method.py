@@ -240,7 +240,13 @@ class Client(Protocol):
     answer updates in place.
 
     It may also have `look(self, memory, data, message, classes) -> Pictures`, which no server can call: a simulation
-    shows its user with it what the clients replay.
+    shows its user with it what the clients replay. For `fcil audit`, which no server can call either:
+
+    - `exposed(self, memory, data, message) -> Exposed`: the exemplars of classes at hand as whoever has memory and
+      broadcast sees them, row by row beside the images that they came from;
+    - `overheard(self, memory, data, message) -> Exposed`: pictures that whoever hears the client's answers can make of
+      them, beside all images that went into each;
+    - `invented(self, message, number, generator) -> Tensor`: images made up from the broadcast alone, so many or fewer.
     """
 
     def networks(self) -> dict[str, nn.Module]:
@@ -259,6 +265,15 @@ class Pictures:
     real: ByClass  # as it was taken
     kept: ByClass  # the same, as the client's memory gives it back
     made: ByClass  # made up, without any exemplar
+
+
+@record
+class Exposed:
+    """Images of each class, and what can be made of what was kept or sent of them: uint8 (rows, channels, ...)."""
+
+    real: ByClass
+    rebuilt: ByClass
+    drawn: bool = False  # whether `real` was found by repeating random draws, which differ from device to device
 
 
 class Method(NamedTuple):

@@ -1,14 +1,18 @@
 """Gradients of a fixed LeNet, written out, and images rebuilt from them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fcil.blocks.inversion import LeNet, descended, gradients, labels_in, perturbed, rebuilt
+from fcil.blocks.inversion import LeNet, descended, gradients, inverted, labels_in, perturbed, rebuilt
+from fcil.networks import build
 from fcil.networks.heads import Normalise
+from fcil.networks.split import SplitClassifier
+from fcil.scenario.datasets import load
 from fcil.scenario.scenario import Scenario
 from tests.conftest import TINY
 
@@ -146,3 +150,16 @@ def test_pixels_undo_what_normalising_did() -> None:
     for channels in (1, 3):
         normalise, images = Normalise(channels), drawn(2, channels, 4, 4).sigmoid()
         assert torch.allclose(normalise.pixels(normalise(images)), images, atol=1e-7)
+
+
+def test_an_image_is_found_by_its_maps() -> None:
+    net = SplitClassifier(build("small", (1, 8, 8), 10, "batch"), 2).eval()
+    images = load("digits").train_images[:6]
+    normalise: Any = net.lower[0]
+    with torch.no_grad():
+        maps = net.lower(images)
+    found = inverted(net.lower, maps, normalise, (1, 8, 8))
+    assert found.dtype == torch.uint8 and found.shape == images.shape
+    off = (found.double() - images.double()).flatten(1).norm(dim=1)
+    others = (found.double() - images.roll(1, 0).double()).flatten(1).norm(dim=1)
+    assert (off < 0.2 * others).all()

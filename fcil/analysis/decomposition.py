@@ -41,11 +41,7 @@ def losses(scores: Tensor, labels: Tensor, seen: Sequence[int]) -> Losses:
     """
     classes = torch.tensor(sorted(seen), device=scores.device)
     own = torch.searchsorted(classes, labels.to(scores.device))
-    among = scores[:, classes].double()
-    gaps = (among - among.gather(1, own[:, None])).nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
-    finite = torch.where(gaps.isfinite(), gaps, 0.0)
-    unit = finite.abs().sum() / finite.count_nonzero().clamp_min(1)
-    gaps = (gaps / unit.clamp_min(1e-300)).clamp(-1e3, 1e3)  # no more than that to whatever a method has ruled out
+    gaps = gaps_to(scores[:, classes], own)
     kind = F.one_hot(own, len(classes)).double()
     kind = kind / kind.sum(0)
     pair = torch.full((len(classes), len(classes)), math.log(2), dtype=torch.float64, device=scores.device)
@@ -56,6 +52,15 @@ def losses(scores: Tensor, labels: Tensor, seen: Sequence[int]) -> Losses:
         singles.append(kind.T @ (gaps * scale).logsumexp(1))
     single = min(singles, key=lambda by_class: float(by_class.mean()))
     return Losses(*_spread(single, pair.fill_diagonal_(0), classes, scores.shape[1]))
+
+
+def gaps_to(scores: Tensor, own: Tensor) -> Tensor:
+    """Return by how much each class scores above an image's own, in mean gaps: no more than 1,000 either way."""
+    gaps = scores.double() - scores.double().gather(1, own[:, None])
+    gaps = gaps.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+    finite = torch.where(gaps.isfinite(), gaps, 0.0)
+    unit = finite.abs().sum() / finite.count_nonzero().clamp_min(1)
+    return (gaps / unit.clamp_min(1e-300)).clamp(-1e3, 1e3)  # also to whatever a method has ruled out
 
 
 def _spread(single: Tensor, pair: Tensor, classes: Tensor, size: int) -> tuple[Tensor, Tensor]:

@@ -155,6 +155,10 @@ class TransformCodec:
             **{name: basis[own].half().contiguous() for (name, basis), own in zip(bases.items(), kept, strict=False)},
         }
 
+    def middle(self, sums: Weights) -> Tensor:
+        """Return the mean image that these sums tell, uint8: whoever has them has it."""
+        return as_bytes(self._inverse((sums["sum"] / sums["count"])[None]) / 255)[0]
+
     def in_general(self) -> Weights:
         """Return the sums of an image nobody has: grey on average, its spread falling with the square of frequency."""
         channels, height, width = self.shape

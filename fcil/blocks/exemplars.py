@@ -144,6 +144,22 @@ def rehearsed(
     return updated(codec, fitted, kept, data, rows, keep)
 
 
+def paired(codec: Codec, fitted: Weights, kept: ByClass, data: LocalData) -> tuple[ByClass, ByClass]:
+    """Return of each class at hand the images that its exemplars came from, and these as images, row by row.
+
+    The source of an exemplar is the image with its code, or with the one that differs from it in the fewest bytes.
+    """
+    codes, held = coded(codec, fitted, data).flatten(1), {j: kept[j] for j in data.classes() if j in kept}
+    rows = {j: (data.labels == j).nonzero()[:, 0] for j in held}
+    found = {j: rows[j][sources(own.flatten(1), codes[rows[j]])] for j, own in held.items()}
+    return {j: data.images[own] for j, own in found.items()}, recalled(codec, fitted, held)
+
+
+def sources(codes: Tensor, among: Tensor) -> Tensor:
+    """Return which row of `among` each code is, or is most like."""
+    return torch.stack([(among != code).sum(1).argmin() for code in codes])
+
+
 def pictured(
     codec: Codec, fitted: Weights, kept: ByClass, data: LocalData, classes: Sequence[int]
 ) -> tuple[ByClass, ByClass]:

@@ -11,14 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fcil.blocks.training import as_bytes, normal
+from fcil.networks.heads import Normalise
+
 CHANNELS, SIDE, STRIDES = 12, 5, (2, 2, 1)
-SEED = 2022  # of the weights, which everyone knows
+SEED = 2022  # of the weights, which everyone knows, and of the noise that a search by features begins at
 HISTORY = 20  # moves whose curvature L-BFGS remembers
 NEAR = 1e-8  # a search ends where so much of a gradient's squared length is left to explain
 STILL = 1e-9  # or where no number moves by more
 PATIENCE = 10  # or after so many steps without a loss lower than before: the rest is rounding
 LONGEST = 1.0  # most that a number moves at once; images are within about 2, and without a bound some searches fly off
 POSITIVE = 1e-10  # least curvature that is believed
+STEPS, INNER, LENGTH, FAINT = 30, 10, 0.5, 0.1  # of a search by features, which begins at faint noise
 
 
 class LeNet(nn.Module):
@@ -85,6 +89,24 @@ def rebuilt(
 
     enough = NEAR * sent.square().sum(1)
     return descended(off, start.flatten(1), enough, steps, inner, lr, last).view(-1, *start.shape)
+
+
+def inverted(
+    function: Callable[[Tensor], Tensor], wanted: Tensor, normalise: Normalise, shape: tuple[int, int, int]
+) -> Tensor:
+    """Return images of which `function` makes, as nearly as a search finds, the rows that are `wanted`: uint8.
+
+    It begins near grey: noise at the start stays wherever features do not see it.
+    """
+    draws = torch.Generator().manual_seed(SEED)
+    start = FAINT * normal((len(wanted), *shape), draws).to(wanted)
+
+    def off(flat: Tensor) -> Tensor:
+        return (function(normalise.pixels(flat.view_as(start))) - wanted).flatten(1).square().sum(1)
+
+    enough = NEAR * wanted.flatten(1).square().sum(1)
+    found = descended(off, start.flatten(1), enough, STEPS, INNER, LENGTH, 1)[0]
+    return as_bytes(normalise.pixels(found.view_as(start)))
 
 
 def descended(

@@ -5,13 +5,15 @@ are those over the exemplars of all.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fcil.blocks.inversion import inverted
 from fcil.blocks.losses import masked
-from fcil.blocks.training import by_class
+from fcil.blocks.training import by_class, features_of
 from fcil.records import ByClass, Weights, record
 
 
@@ -43,6 +45,22 @@ def feature_sums(features: Callable[[Tensor], Tensor], exemplars: ByClass, augme
     found = [by_class(features, view) for view in views]
     sums = {j: torch.stack([F.normalize(own[j]).sum(0) for own in found]) for j in exemplars}
     return FeatureSums(sums, {j: torch.tensor(len(images)) for j, images in exemplars.items()})
+
+
+def with_mean_features(net: nn.Module, exemplars: ByClass) -> ByClass:
+    """Return an image of each class whose feature is the mean that `feature_sums` tells, as nearly as one is found."""
+    if not exemplars:
+        return {}
+    with torch.no_grad():
+        found = by_class(partial(features_of, net), exemplars)
+    wanted = torch.stack([F.normalize(own).mean(0) for own in found.values()])
+    shape, normalise = tuple(next(iter(exemplars.values())).shape[1:]), net.normalise
+
+    def feature(images: Tensor) -> Tensor:
+        return F.normalize(net.features(images))  # type: ignore[operator]
+
+    pictures = inverted(feature, wanted, normalise, shape)  # type: ignore[arg-type]
+    return dict(zip(exemplars, pictures[:, None], strict=True))
 
 
 def class_means(sums: ByClass | None, counts: ByClass | None, like: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from fcil.blocks.codec import Fitted, named
 from fcil.blocks.correction import corrected, newton_step, slopes
 from fcil.blocks.exemplars import (
     labels_of,
+    paired,
     passed,
     pictured,
     quotas,
@@ -32,7 +33,7 @@ from fcil.blocks.losses import cross_entropy, distillation, masked
 from fcil.blocks.training import in_parts, loaded, weights_of
 from fcil.federation.rounds import fedavg, fit_codec, measure
 from fcil.knobs import knob
-from fcil.method import Batch, Clients, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
+from fcil.method import Batch, Clients, Exposed, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
 from fcil.records import ByClass, Done, Update, Weights, record
 from fcil.scenario.tasks import LocalData, Task, mask
 
@@ -225,6 +226,9 @@ class Client:
 
     def look(self, memory: Memory, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:
         return Pictures(*pictured(self.codec, message.codec, memory.exemplars, data, classes), {})
+
+    def exposed(self, memory: Memory, data: LocalData, message: Model) -> Exposed:
+        return Exposed(*paired(self.codec, message.codec, memory.exemplars, data))
 
 
 METHOD = Method(Config, Server, Client, Memory)

@@ -18,12 +18,12 @@ from torch.nn import functional as F
 
 from fcil.blocks.augment import augmented
 from fcil.blocks.codec import named
-from fcil.blocks.exemplars import pictured, rehearsed, room_for_one, with_replay
+from fcil.blocks.exemplars import paired, pictured, rehearsed, room_for_one, with_replay
 from fcil.blocks.losses import distillation, masked
 from fcil.blocks.training import features_of, loaded, weights_of
 from fcil.federation.rounds import fedavg, fit_codec, measure
 from fcil.knobs import knob
-from fcil.method import Batch, Clients, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
+from fcil.method import Batch, Clients, Exposed, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
 from fcil.networks import Classifier
 from fcil.records import ByClass, Done, Update, Weights, record
 from fcil.scenario.tasks import LocalData, Task, mask
@@ -168,6 +168,9 @@ class Client:
 
     def look(self, memory: Memory, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:
         return Pictures(*pictured(self.codec, message.codec, memory.exemplars, data, classes), {})
+
+    def exposed(self, memory: Memory, data: LocalData, message: Model) -> Exposed:
+        return Exposed(*paired(self.codec, message.codec, memory.exemplars, data))
 
 
 def nearest(features: Tensor, new: Tensor, number: int) -> tuple[Tensor, Tensor]:

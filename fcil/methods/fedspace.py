@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from fcil.blocks.fractals import fractals, pretrained
+from fcil.blocks.inversion import inverted
 from fcil.blocks.losses import cross_entropy, masked
 from fcil.blocks.prototypes import contrast, followed, noisy, radius_of
 from fcil.blocks.training import features_of, loaded, weights_of
 from fcil.knobs import knob
-from fcil.method import Batch, Clients, Fit, Method, Nets, Pool, Setting, Training, remote
+from fcil.method import Batch, Clients, Exposed, Fit, Method, Nets, Pool, Setting, Training, remote
 from fcil.records import ByClass, Nothing, Weights, record
 from fcil.scenario.tasks import LocalData, Task, mask
 from fcil.seeds import seed_of
@@ -170,6 +171,15 @@ class Client:
             return {}
         found = features_of(loaded(self.net, weights), data.images)
         return {j: found[data.labels == j] for j in data.classes()}
+
+    def overheard(self, memory: Nothing, data: LocalData, message: Model) -> Exposed:
+        """Show images that have the mean features which `train` sends, as the global model has them."""
+        features = self.features(message.weights, data)
+        if not features:
+            return Exposed({}, {})
+        means, net = torch.stack([own.mean(0) for own in features.values()]), self.net
+        found = inverted(net.features, means, net.normalise, tuple(data.images.shape[1:]))  # type: ignore[arg-type]
+        return Exposed({j: data.of(j) for j in features}, dict(zip(features, found[:, None], strict=True)))
 
     def loss(self, nets: Nets, batch: Batch, given: Given) -> Tensor:
         c, net, labels, old = self.config, nets["net"], batch.labels, given.known & ~given.held

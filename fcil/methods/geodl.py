@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fcil.blocks.codec import named
-from fcil.blocks.exemplars import pictured, recalled, rehearsed, room_for_one, with_replay
+from fcil.blocks.exemplars import paired, pictured, recalled, rehearsed, room_for_one, with_replay
 from fcil.blocks.losses import cross_entropy
-from fcil.blocks.nearest_mean import FeatureSums, Model, class_means, feature_sums, nearest_or_head
+from fcil.blocks.nearest_mean import FeatureSums, Model, class_means, feature_sums, nearest_or_head, with_mean_features
 from fcil.blocks.subspaces import geodesic, principal
 from fcil.blocks.training import features_of, loaded, weights_of
 from fcil.federation.rounds import fedavg, fit_codec, measure
 from fcil.knobs import knob
-from fcil.method import Batch, Clients, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
+from fcil.method import Batch, Clients, Exposed, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
 from fcil.networks.heads import pooled
 from fcil.records import ByClass, Update, record
 from fcil.scenario.tasks import LocalData, Task, mask
@@ -139,6 +139,15 @@ class Client:
 
     def look(self, memory: Memory, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:
         return Pictures(*pictured(self.codec, message.codec, memory.exemplars, data, classes), {})
+
+    def exposed(self, memory: Memory, data: LocalData, message: Model) -> Exposed:
+        return Exposed(*paired(self.codec, message.codec, memory.exemplars, data))
+
+    def overheard(self, memory: Memory, data: LocalData, message: Model) -> Exposed:
+        """Show images that have the mean features of exemplars, which `remember` sends."""
+        real, kept = paired(self.codec, message.codec, memory.exemplars, data)
+        net = loaded(self.net, message.weights)
+        return Exposed(real, with_mean_features(net, kept))
 
 
 def geodesic_loss(old: Tensor, new: Tensor, form: str, centre: str) -> Tensor:

@@ -22,12 +22,12 @@ from torch.nn import functional as F
 from fcil.blocks import inversion
 from fcil.blocks.augment import augmented
 from fcil.blocks.codec import named
-from fcil.blocks.exemplars import passed, pictured, rehearsed, room_for_one, with_replay
+from fcil.blocks.exemplars import paired, passed, pictured, rehearsed, room_for_one, sources, with_replay
 from fcil.blocks.losses import binary_cross_entropies, masked
 from fcil.blocks.training import as_bytes, by_class, features_of, in_parts, loaded, normal, weights_of
 from fcil.federation.rounds import fit_codec, measure
 from fcil.knobs import knob
-from fcil.method import Batch, Clients, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
+from fcil.method import Batch, Clients, Exposed, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
 from fcil.records import ByClass, Done, Weights, record, varying
 from fcil.scenario.tasks import LocalData, Task, mask
 from fcil.seeds import seed_of
@@ -302,6 +302,28 @@ class Client:
 
     def look(self, memory: Memory, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:
         return Pictures(*pictured(self.codec, message.codec, memory.exemplars, data, classes), {})
+
+    def exposed(self, memory: Memory, data: LocalData, message: Model) -> Exposed:
+        return Exposed(*paired(self.codec, message.codec, memory.exemplars, data))
+
+    def overheard(self, memory: Memory, data: LocalData, message: Model) -> Exposed:
+        """Show what comes of the gradients of prototypes, as the proxy server rebuilds them, beside the prototypes."""
+        if not len(data.labels):
+            return Exposed({}, {})
+        c, rows = self.config, self.gradients(data, message.weights, message)
+        shown = passed(self.codec, message.codec, data)
+        real = data.images[sources(self.prototypes(shown, data).flatten(1), shown.flatten(1))]
+        sent = torch.stack(list(rows.values()))
+        labels = inversion.labels_in(self.lenet, sent)
+        start = normal((len(sent), *self.setting.shape), data.generator).to(sent)
+        found = inversion.rebuilt(
+            self.lenet, sent, labels, start, c.inversion_steps, c.inversion_inner, c.inversion_lr, 1
+        )
+        pictures = as_bytes(self.net.normalise.pixels(found[0]))
+        return Exposed(
+            {j: image[None] for j, image in zip(data.classes(), real, strict=True)},
+            {j: picture[None] for j, picture in zip(labels.tolist(), pictures, strict=True)},
+        )
 
 
 def compensation(logits: Tensor, labels: Tensor, learned: Tensor) -> Tensor:

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from fcil.blocks import centroids as placing
 from fcil.blocks.codec import KINDS, Fitted, LearnedCodec, RawCodec, TransformCodec, WebpCodec, build
-from fcil.blocks.exemplars import labels_of, passed, quotas, recalled, room_for_one, shuffled_rows, updated
+from fcil.blocks.exemplars import labels_of, paired, passed, quotas, recalled, room_for_one, shuffled_rows, updated
 from fcil.blocks.losses import masked, squared_error
 from fcil.blocks.training import by_class, in_parts, loaded, normal, weights_of
 from fcil.federation.rounds import fit_codec, measure
 from fcil.knobs import knob
-from fcil.method import Batch, Clients, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
+from fcil.method import Batch, Clients, Exposed, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
 from fcil.records import ByClass, Update, Weights, record
 from fcil.scenario.tasks import LocalData, Task, mask
 
@@ -306,6 +306,23 @@ class Client:  # Algorithm 2
             kept={j: images[0] for j, images in recalled(self.keeper, message.codec, some).items()},
             made={j: images[0] for j, images in made.items()},
         )
+
+    def exposed(self, memory: Memory, data: LocalData, message: Model) -> Exposed:
+        return Exposed(*paired(self.keeper, message.codec, memory.codes, data))
+
+    def overheard(self, memory: Memory, data: LocalData, message: Model) -> Exposed:
+        """Show the images of mean codes: the first moments that `propose` sends."""
+        if isinstance(codec := self.codec, WebpCodec):
+            return Exposed({}, {})
+        new = {j: data.of(j) for j in data.classes() if j in data.task.new}
+        means = {j: own.mean(0, True) for j, own in by_class(partial(codec.numbers, message.codec), new).items()}
+        return Exposed(new, by_class(partial(codec.pictures, message.codec), means))
+
+    @torch.no_grad()
+    def invented(self, message: Model, number: int, generator: torch.Generator) -> Tensor:
+        each = max(1, number // max(1, len(message.means)))
+        made = self.made_up(list(message.means), each, message, generator)
+        return torch.cat(list(made.values()) or [torch.zeros(0, *self.setting.shape, dtype=torch.uint8)])
 
 
 def codec_of(config: Config, setting: Setting) -> TransformCodec | LearnedCodec | WebpCodec:

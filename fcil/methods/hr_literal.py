@@ -22,7 +22,7 @@ from fcil.blocks.exemplars import labels_of, shares, shuffled
 from fcil.blocks.losses import divergence_from_normal, expected_squared_error, norm_error, squared_error
 from fcil.blocks.training import as_bytes, by_class, in_parts, loaded, normal, weights_of
 from fcil.knobs import knob
-from fcil.method import Batch, Clients, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
+from fcil.method import Batch, Clients, Exposed, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
 from fcil.networks import AutoEncoder
 from fcil.records import ByClass, Update, Weights, record
 from fcil.scenario.tasks import LocalData, Task, mask
@@ -309,6 +309,29 @@ class Client:  # Algorithm 2
             kept={j: images[0] for j, images in self.recalled(some, message).items()},
             made={j: self.decoded(message.centroids[j : j + 1])[0] for j in classes},
         )
+
+    @torch.no_grad()
+    def exposed(self, memory: Memory, data: LocalData, message: Model) -> Exposed:
+        loaded(self.old, message.weights)
+        new = {j: images for j, images in shuffled(data).items() if j in memory.codes}
+        some = Memory({j: memory.codes[j] for j in new}, {j: memory.scales[j] for j in new if j in memory.scales})
+        kept = self.recalled(some, message)
+        return Exposed({j: new[j][: len(own)] for j, own in kept.items()}, kept, drawn=True)
+
+    @torch.no_grad()
+    def overheard(self, memory: Memory, data: LocalData, message: Model) -> Exposed:
+        """Show the decoded class means that `propose_centroids` sends, by the model that they were made with."""
+        loaded(self.net, message.old_weights), loaded(self.old, message.old_weights)
+        new = {j: data.of(j) for j in data.classes() if j in data.task.new}
+        means = {j: z.mean(0, True) for j, z in by_class(self.encoded, new).items()}
+        return Exposed(new, by_class(self.decoded, means))
+
+    @torch.no_grad()
+    def invented(self, message: Model, number: int, generator: torch.Generator) -> Tensor:
+        loaded(self.old, message.weights)
+        z = message.centroids[message.seen]
+        z = z.repeat_interleave(max(1, number // max(1, len(z))), 0)
+        return self.decoded(z + self.noise * normal(z.shape, generator))
 
     def encoded(self, images: Tensor) -> Tensor:
         """Return f(images), with the weights last loaded."""

@@ -33,7 +33,7 @@ from fcil.blocks.rates import class_gaps, rate_reduction
 from fcil.blocks.training import as_bytes, in_parts, loaded, normal, weights_of
 from fcil.federation.rounds import fedavg
 from fcil.knobs import knob
-from fcil.method import Batch, Clients, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
+from fcil.method import Batch, Clients, Exposed, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
 from fcil.networks import AutoEncoder
 from fcil.records import ByClass, Nothing, Update, Weights, record
 from fcil.scenario.tasks import LocalData, Task, mask
@@ -245,6 +245,21 @@ class Client:
             inside = torch.einsum("nd,ckd->nck", z, v) - torch.einsum("cd,ckd->ck", m, v)
             far = far - inside.square().sum(2)
         return masked(-far, message.known)
+
+    @torch.no_grad()
+    def overheard(self, memory: Nothing, data: LocalData, message: Model) -> Exposed:
+        """Show the decoded mean features that `measure` sends."""
+        loaded(self.net, message.weights)
+        new = {j: data.of(j) for j in data.classes() if j in data.task.new}
+        means = {j: F.normalize(self.encoded(own).mean(0, True)) for j, own in new.items()}
+        return Exposed(new, {j: as_bytes(self.net.decode(z)) for j, z in means.items()})
+
+    @torch.no_grad()
+    def invented(self, message: Model, number: int, generator: torch.Generator) -> Tensor:
+        loaded(self.net, message.weights)
+        z = torch.cat([recalled(message, j, self.config.samples) for j in message.known.nonzero()[:, 0].tolist()])
+        z = z[torch.randperm(len(z), generator=generator, device=z.device)[:number]]
+        return in_parts(lambda part: as_bytes(self.net.decode(part)), z, self.at_once)
 
     @torch.no_grad()
     def look(self, memory: Nothing, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:

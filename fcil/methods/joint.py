@@ -14,7 +14,7 @@ from fcil.blocks.losses import cross_entropy
 from fcil.blocks.softmax import Model, scores, untrained
 from fcil.federation.rounds import fedavg
 from fcil.knobs import knob
-from fcil.method import Batch, Clients, Fit, Method, Nets, Pool, Setting, Training, remote
+from fcil.method import Batch, Clients, Exposed, Fit, Method, Nets, Pool, Setting, Training, remote
 from fcil.records import ByClass, Done, Update, record
 from fcil.scenario.tasks import LocalData, Task, mask
 
@@ -72,6 +72,10 @@ class Client:
             if not torch.equal(earlier, new):  # a client that stayed behind has the same images again
                 memory.images[j] = torch.cat([earlier, new])
         return Done()
+
+    def exposed(self, memory: Memory, data: LocalData, message: Model) -> Exposed:
+        kept = {j: memory.images[j] for j in data.classes() if j in memory.images}
+        return Exposed(kept, kept)
 
     def predict(self, message: Model, images: Tensor) -> Tensor:
         return scores(self.net, message, images)

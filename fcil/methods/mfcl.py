@@ -26,7 +26,7 @@ from fcil.blocks.synthesis import (
     unevenness,
     with_moments,
 )
-from fcil.blocks.training import as_bytes, loaded, normal, weights_of
+from fcil.blocks.training import as_bytes, in_parts, loaded, normal, weights_of
 from fcil.federation.rounds import fedavg
 from fcil.knobs import knob
 from fcil.method import Batch, Clients, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
@@ -145,7 +145,7 @@ class Client:
 
     def __init__(self, config: Config, setting: Setting):
         self.config, self.net, self.old = config, setting.classifier(), setting.classifier()
-        self.generator = generator_for(config, setting, self.net)
+        self.generator, self.shape = generator_for(config, setting, self.net), setting.shape
 
     def networks(self) -> dict[str, nn.Module]:
         return {"net": self.net, "old": self.old, "generator": self.generator}
@@ -180,6 +180,13 @@ class Client:
 
     def predict(self, message: Model, images: Tensor) -> Tensor:
         return masked(loaded(self.net, message.weights)(images), message.new | message.old)
+
+    @torch.no_grad()
+    def invented(self, message: Model, number: int, generator: torch.Generator) -> Tensor:
+        if not message.generator:
+            return torch.zeros(0, *self.shape, dtype=torch.uint8)
+        made = loaded(self.generator, message.generator)
+        return in_parts(lambda noise: as_bytes(made(noise)), normal((number, self.config.latent), generator), 64)
 
     def look(self, memory: Nothing, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:
         return Pictures({j: data.of(j)[0] for j in classes if j in data.classes()}, {}, {})

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fcil.blocks.codec import named
-from fcil.blocks.exemplars import labels_of, passed, pictured, recalled, rehearsed, room_for_one, with_replay
+from fcil.blocks.exemplars import labels_of, paired, passed, pictured, recalled, rehearsed, room_for_one, with_replay
 from fcil.blocks.losses import masked, norm_error
 from fcil.blocks.proxies import clustered, nca, nca_of_the_code
 from fcil.blocks.training import by_class, features_of, loaded, weights_of
 from fcil.federation.rounds import fit_codec, measure
 from fcil.knobs import knob
-from fcil.method import Batch, Clients, Fit, Method, Nets, Pictures, Pool, Replies, Setting, Training, remote
+from fcil.method import Batch, Clients, Exposed, Fit, Method, Nets, Pictures, Pool, Replies, Setting, Training, remote
 from fcil.networks import ProxyClassifier
 from fcil.networks.heads import pooled
 from fcil.records import ByClass, Done, Update, Weights, record, varying
@@ -225,6 +225,9 @@ class Client:
 
     def look(self, memory: Memory, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:
         return Pictures(*pictured(self.codec, message.codec, memory.exemplars, data, classes), {})
+
+    def exposed(self, memory: Memory, data: LocalData, message: Model) -> Exposed:
+        return Exposed(*paired(self.codec, message.codec, memory.exemplars, data))
 
 
 def network(config: Config, setting: Setting) -> ProxyClassifier:

@@ -14,12 +14,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fcil.blocks.codec import Fitted, named
-from fcil.blocks.exemplars import labels_of, passed, pictured, quotas, recalled, room_for_one, shuffled_rows, updated
+from fcil.blocks.exemplars import (
+    labels_of,
+    paired,
+    passed,
+    pictured,
+    quotas,
+    recalled,
+    room_for_one,
+    shuffled_rows,
+    updated,
+)
 from fcil.blocks.losses import masked
 from fcil.blocks.training import loaded, weights_of
 from fcil.federation.rounds import fedavg, fit_codec, measure
 from fcil.knobs import knob
-from fcil.method import Batch, Clients, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
+from fcil.method import Batch, Clients, Exposed, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
 from fcil.records import ByClass, Done, Update, Weights, record
 from fcil.scenario.tasks import LocalData, Task
 
@@ -127,6 +137,9 @@ class Client:
 
     def look(self, memory: Memory, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:
         return Pictures(*pictured(self.codec, message.codec, memory.exemplars, data, classes), {})
+
+    def exposed(self, memory: Memory, data: LocalData, message: Model) -> Exposed:
+        return Exposed(*paired(self.codec, message.codec, memory.exemplars, data))
 
 
 def separated_cross_entropy(logits: Tensor, labels: Tensor, came: Tensor) -> Tensor:

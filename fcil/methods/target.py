@@ -256,6 +256,10 @@ class Client:
     def predict(self, message: Model, images: Tensor) -> Tensor:
         return masked(loaded(self.net, message.weights)(images), message.new | message.old)
 
+    def invented(self, message: Model, number: int, generator: torch.Generator) -> Tensor:
+        order = torch.randperm(len(message.images), generator=generator, device=generator.device)
+        return message.images[order[:number]]
+
     def look(self, memory: Nothing, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:
         return Pictures({j: data.of(j)[0] for j in classes if j in data.classes()}, {}, {})
 

@@ -122,6 +122,13 @@ class Scenario:
         labels = np.repeat(np.array(task.new, dtype=np.int64), [len(self._test[j]) for j in task.new])
         return self._test_images[torch.from_numpy(where).to(self.device)], torch.from_numpy(labels).to(self.device)
 
+    def trained(self) -> tuple[Tensor, Tensor]:
+        """Return every training image that some client has held, once, and its label; no client sees so much."""
+        where = np.unique(np.concatenate([NONE, *(deal.images for deal in self._deals)]))
+        return self._images[torch.from_numpy(where).to(self.device)], torch.from_numpy(self._slots[where]).to(
+            self.device
+        )
+
     def share(self, task: Task) -> Indices:
         """Return how many images of each class every client holds in a task: an array (clients ever, classes)."""
         return self._counted([self._deals[task.index].pairs()])
