@@ -197,7 +197,7 @@ class Soak:
             f"finished: both tasks learned, {100 * sum(tasks[-1]['correct']) / sum(tasks[-1]['total']):.1f} % right; "
             f"{lost} answers did not come, {refused} replies refused, every memory whole, the ledger verifies"
         )
-        self.say(f"a round took {sorted(rounds)[len(rounds) // 2]:.1f} s in the median, of which training is 0.1 s")
+        self.say(f"a round took {sorted(rounds)[len(rounds) // 2]:.1f} s in the median")
 
 
 def _fill(path: Path) -> None:
