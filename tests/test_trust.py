@@ -371,6 +371,30 @@ def meddled(wanted: Plan, fault: Callable[[Answered], Answered] | None) -> tuple
     return parts, list(learn(parts.scenario, parts.server, parts.door, parts.engine))
 
 
+def test_who_alone_speaks_of_a_class_is_held_against_what_others_said_of_others() -> None:
+    door = a_door({2: changed(sums__1=torch.ones(7))})
+    list(door.ask([0, 1, 2, 3], Pupil.measure, MESSAGE))
+    with pytest.raises(UserError, match="no reply to measure was let in"):
+        list(door.ask([2], Pupil.measure, MESSAGE))
+    why = "has float32 of shape (7,) as sums/1; most replies have float32 of shape (3,)"
+    assert [(one["client"], one["why"]) for one in door.tally.refused] == [(2, why), (2, why)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ({"counts__1": torch.ones(7, dtype=torch.int64)}, "int64 of shape (7,) as counts/1, which is one number"),
+        ({"sums__1": torch.ones(3, dtype=torch.complex64)}, "complex64 of shape (3,) as sums/1; numbers are real"),
+    ],
+)
+def test_what_no_honest_reply_has_is_refused_of_one_alone(fault: dict[str, Tensor], why: str) -> None:
+    door, heard = a_door({2: changed(**fault)}), list[tuple[int, str]]()
+    door.told = lambda client, said: heard.append((client, said))
+    with pytest.raises(UserError, match="no reply to measure was let in"):
+        list(door.ask([2], Pupil.measure, MESSAGE))
+    assert [client for client, _ in heard] == [2] and why in heard[0][1]
+
+
 @pytest.mark.parametrize("method", ["hr", "icarl", "mfcl", "remind"])
 def test_a_run_with_a_poisoner_ends_as_if_it_had_never_answered(method: str) -> None:
     wanted = tiny_plan(method, replace(TINY, active=4))
@@ -385,8 +409,9 @@ def test_a_run_with_a_poisoner_ends_as_if_it_had_never_answered(method: str) -> 
     assert told(result) == f"refused {len(refused)} replies: {len(refused)} of client 1; why is in ledger.jsonl"
 
 
-def test_one_client_alone_cannot_make_a_run_look_diverged() -> None:
-    parts, lines = meddled(tiny_plan("finetune", replace(TINY, active=4)), beside(loss=math.nan))
+@pytest.mark.parametrize("method", ["finetune", "hr"])  # which asks more than once in a round
+def test_one_client_alone_cannot_make_a_run_look_diverged(method: str) -> None:
+    parts, lines = meddled(tiny_plan(method, replace(TINY, active=2)), beside(images=1, loss=math.nan))
     assert [line["kind"] for line in lines].count("task") == 3 and all(
         math.isfinite(line["loss"]) for line in lines if "loss" in line
     )

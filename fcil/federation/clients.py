@@ -15,7 +15,7 @@ from fcil.errors import UserError
 from fcil.federation import privacy
 from fcil.federation.calls import Answered, Call, Origin
 from fcil.federation.replies import Replies
-from fcil.federation.trust import Judge, Verdict
+from fcil.federation.trust import Form, Judge, Verdict
 from fcil.method import reply_type
 from fcil.records import flatten, size_in_bytes, unflatten
 from fcil.scenario import benchmarks
@@ -86,7 +86,8 @@ class Tally:
     clients: int = 0
     lost: int = 0
     losses: list[Any] = field(default_factory=list)
-    diverged: int = 0  # replies of clients that trained, and whose numbers are not finite
+    trained: set[int] = field(default_factory=set)  # clients whose training was let in
+    diverged: set[int] = field(default_factory=set)  # those whose numbers are not finite
     refused: list[dict[str, Any]] = field(default_factory=list)  # whose reply to what, and why
     releases: Counter[str] = field(default_factory=Counter)  # sums that were made private, by what they are of
 
@@ -128,6 +129,7 @@ class Door:
         experiment: str = "",
         wait: Callable[[int, str], None] = tried,
         journal: Callable[[str], None] = lambda release: None,
+        told: Callable[[int, str], None] = lambda client, why: None,
     ):
         privacy.ready(protocol)
         self.transport, self.scenario, self.protocol, self.seed = transport, scenario, protocol, seed
@@ -136,6 +138,8 @@ class Door:
         self.experiment = experiment  # what every reply from another machine has to name
         self.wait = wait  # called with (tries, what is missing) before a question is asked again
         self.journal = journal  # told of everything private before anyone sees it: after a crash, twice of some
+        self.told = told  # of every reply that is refused, at once
+        self.usual: dict[str, dict[str, Form]] = {}  # what is said of a class looks like, by answer
         self.stage, self.round, self.of = "task", 0, 1
         self._open: Replies[Any] | None = None
 
@@ -202,7 +206,8 @@ class Door:
     def _answers(self, who: list[int], handler: Callable[..., Any], message: Any, call: Call) -> Iterator[Any]:
         """Yield the replies that are let in; ask those again who are missing, while they are too few."""
         kind, origin = reply_type(handler), Origin(self.experiment, __version__, call.step, handler.__name__)
-        judge = Judge(kind, message, origin, self.scenario.capacity, self.protocol)
+        usual = self.usual.setdefault(handler.__qualname__, {}) if self.experiment else None
+        judge = Judge(kind, message, origin, self.scenario.capacity, self.protocol, usual)
         self.tally.clients += len(who)
         self.tally.lost += len(who)
         missing, tries, why = who, 0, ""
@@ -246,14 +251,17 @@ class Door:
         """Book a reply, and say so where it is refused."""
         self.tally.up += verdict.size
         if verdict.why:
-            self.tally.diverged += verdict.diverged
+            if verdict.diverged:
+                self.tally.diverged.add(verdict.client)
             refused = {"client": verdict.client, "answer": handler.__name__, "why": verdict.why}
             self.tally.refused.append(refused)
             log.warning("refused the reply of client %d to %s: it %s", *refused.values())
+            self.told(verdict.client, f"to {handler.__name__}: it {verdict.why}")
             return False
         self.cursor.kept[verdict.client] = verdict.answered.kept
         if verdict.answered.images:
             self.tally.losses.append(verdict.answered.loss)
+            self.tally.trained.add(verdict.client)
         return True
 
     def _book(self, answer: str, field: str) -> None:

@@ -59,7 +59,7 @@ def round_line(clients: Door) -> Line:
     """Return the ledger's line of the round that has just ended."""
     tally, clients.tally = clients.tally, Tally()
     loss = tally.loss()
-    if tally.diverged > len(tally.losses):
+    if len(tally.diverged - tally.trained) > len(tally.trained):
         raise UserError(
             f"training diverged in task {clients.task.index + 1}, round {clients.round + 1}: most clients answer with "
             "numbers that are not finite; set a smaller lr, or a clip such as 1"

@@ -21,11 +21,13 @@ from torch import Tensor
 from fcil.federation.calls import Answered, Origin
 from fcil.federation.outliers import far_out
 from fcil.federation.privacy import covered
-from fcil.records import NUMBERS, Weights, flatten, unflatten
+from fcil.records import NUMBERS, ByClass, Weights, flatten, unflatten
 from fcil.scenario.benchmarks import Protocol
 
 HELD = {"cpu": 2**26, "cuda": 2**31}  # bytes of replies that are held back to be judged together
 FEWEST = 3  # replies that are always held: where two disagree, the third decides
+KINDS = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32,
+         torch.int64, torch.bool}  # fmt: skip
 Form = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -48,14 +50,18 @@ class Verdict:
 class Judge:
     """Judges the replies to one question."""
 
-    def __init__(self, kind: type, sent: Any, origin: Origin, classes: int, protocol: Protocol):
+    def __init__(
+        self, kind: type, sent: Any, origin: Origin, classes: int, protocol: Protocol,
+        usual: dict[str, Form] | None = None,
+    ):  # fmt: skip
+        self.usual = {} if usual is None else usual  # what replies say of a class looks like, from earlier questions
         self.kind, self.kinds, self.origin, self.protocol = kind, get_type_hints(kind), origin, protocol
         self.classes = {str(j) for j in range(classes)}
         self.varies = {part.name: part.metadata.get("varies", "") for part in fields(kind)}
         networks = {name for name, its in get_type_hints(type(sent)).items() if its == Weights == self.kinds.get(name)}
         self.sent = {name: _form(tensor) for name, tensor in flatten(sent).items() if _field(name) in networks}
         self.networks = {_field(name) for name in self.sent}  # fields of which it is known what belongs in them
-        self.forms: dict[str, Form | None] = {}  # what the others look like, once enough of them came
+        self.forms: dict[str, Form | None] = dict(self.usual)  # what the others look like, once enough of them came
         self.names: dict[str, set[str]] = {}
         self.parts: dict[tuple[str, Form], str] = {}  # what was found of a tensor's name and form
 
@@ -116,6 +122,10 @@ class Judge:
             return f"has {_shown(name)}, which is no part of a {self.kind.__name__}"
         if its in NUMBERS and form != ((), NUMBERS[its]):
             return f"has {_said(form)} as {_shown(name)}, which is one {its.__name__}"
+        if form[1] not in KINDS:
+            return f"has {_said(form)} as {_shown(name)}; numbers are real, whole, or true and false"
+        if its == ByClass and own.startswith("count") and form[0] and not self.varies[own]:
+            return f"has {_said(form)} as {_shown(name)}, which is one number"
         if slash and get_args(its)[0] is int and key not in self.classes:
             return f"speaks of class {_shown(key)}; there is room for {len(self.classes)}"
         if own in self.networks and name not in self.sent:
@@ -133,6 +143,8 @@ class Judge:
         for key, found in votes.items():
             first, second = (*found.most_common(2), (None, 0))[:2]
             self.forms.setdefault(key, first[0] if first[1] > second[1] else None)
+            if first[0] and first[1] > max(1, second[1]) and self.kinds[_field(key)] == ByClass:
+                self.usual.setdefault(key, first[0])  # one alone, who has a class that nobody has, decides nothing
         for own, its in self.kinds.items():
             if its == Weights and self.varies[own] != "names" and own not in self.names and flats:
                 having = Counter(name for flat in flats for name in flat if _field(name) == own)
