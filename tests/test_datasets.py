@@ -323,7 +323,7 @@ def test_the_second_time_comes_from_the_cache(tmp_path, cache, monkeypatch):
     first = load(str(root))
     assert [f.suffix for f in cache.iterdir()] == [".safetensors"]
     with monkeypatch.context() as patch:
-        patch.setattr(images, "_pixels", None)  # decoding would fail
+        patch.setattr(images, "pixels_of", None)  # decoding would fail
         assert same(first, load(str(root)))
     load(str(root), 8)
     assert len(list(cache.iterdir())) == 2

@@ -100,7 +100,7 @@ def test_a_result_that_cannot_be_used_is_named(tmp_path: Path, text: str, says: 
 
 
 def test_a_run_from_before_a_knob_is_still_the_same_run() -> None:
-    folder = Path(__file__).parent.parent / "results" / "digits" / "finetune" / "0"
+    folder = Path(__file__).parent.parent / "results" / "digits" / "ewc" / "0"
     assert "lag" not in (folder / "config.toml").read_text()
-    assert Plan.read(folder).same_as(plan("finetune")) and not Plan.read(folder).same_as(plan("finetune", seed=1))
-    assert not Plan.read(folder).same_as(plan("finetune", settings={"lag": 1}))
+    assert Plan.read(folder).same_as(plan("ewc")) and not Plan.read(folder).same_as(plan("ewc", seed=1))
+    assert not Plan.read(folder).same_as(plan("ewc", settings={"lag": 1}))

@@ -19,6 +19,7 @@ from fcil.deploy.server import serve
 from fcil.results.ledger import read, verify
 from tests.deployment.federation import HR, NODES, SHORT, Federation, Link, environment, same, until
 
+pytestmark = pytest.mark.soak
 LONG = 900.0  # seconds: a busy machine is no failure
 ONE = f"rounds = 1\n{SHORT}"
 MFCL = "latent = 16\nsynthetic = 16\ngenerator_steps = 5\ngenerator_batch = 16\n"
