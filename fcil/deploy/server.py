@@ -57,7 +57,7 @@ class Federation:
         self.experiment, self.life = _begun(folder / "experiment.json")
         self.registry, self.groups, self.begun = Registry(), list[tuple[int, ...]](), 0.0
         self.roster = Roster(wanted.seed, wanted.benchmark.active, capacity)
-        self.asking = Asking(wire, self.roster, rules, folder / "nodes.json", log)
+        self.asking = Asking(wire, self.roster, rules, folder / "nodes.json", log, wanted.protocol.most_images)
         protocol = replace(wanted.protocol, quorum=max(wanted.protocol.quorum, rules.min_nodes))
         self.door = Door(
             self.asking, self.roster, protocol, wanted.seed, experiment=self.experiment, wait=self.asking.wait,

@@ -62,6 +62,23 @@ class Losing(LocalWire):
         return replies
 
 
+class Rogue(LocalWire):
+    """A wire to nodes of which the last answers as it likes."""
+
+    def __init__(self, nodes: Any, twist: Callable[[Request, Reply], Reply]):
+        super().__init__(nodes)
+        self.twist = twist
+
+    def exchange(self, mail: Mapping[int, Request]) -> dict[int, Reply]:
+        replies = super().exchange(mail)
+        return {a: self.twist(mail[a], r) if a == len(self.nodes) - 1 else r for a, r in replies.items()}
+
+
+def telling(kind: str, **facts: Any) -> Callable[[Request, Reply], Reply]:
+    """Return what lets a node tell other facts when it is asked for `kind`."""
+    return lambda asked, r: Reply({**r.facts, **facts}, r.tensors) if asked.kind == kind else r
+
+
 def changed(reply: Reply, **tensors: torch.Tensor) -> Reply:
     return Reply(reply.facts, {**reply.tensors, **tensors})
 
@@ -224,6 +241,114 @@ def test_a_wrong_reply_is_refused_by_name_and_the_round_goes_on(tmp_path: Path, 
     seen = json.loads((tmp_path / "run" / "nodes.json").read_text())["nodes"]
     assert [node["refused"] for node in seen] == [0, 0, 1] and why in seen[2]["why"]
     assert all(torch.isfinite(t).all() for t in weights(tmp_path / "run").values() if t.is_floating_point())
+
+
+UNREADABLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "endless memory": ("ask", {"kept": float("inf")}),
+    "endless images": ("ask", {"images": float("inf")}),
+    "more images than can be": ("ask", {"images": 10**8}),
+    "a loss beyond numbers": ("ask", {"loss": 10**400}),
+    "no step": ("ask", {"step": None}),
+    "endless right answers": ("evaluate", {"correct": [float("inf")] * 2}),
+    "more held out than can be": ("evaluate", {"total": [10**8] * 2}),
+    "fewer than nothing": ("evaluate", {"held": [-1] * 2}),
+    "no counts": ("evaluate", {"held": None}),
+    "endless classes": ("evaluate", {"classes": {"x": float("inf")}}),
+}
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_facts_that_cannot_be_are_refused_and_the_server_goes_on(tmp_path: Path, three: list[Path], what: str) -> None:
+    kind, facts = UNREADABLE[what]
+    rules, wanted = replace(RULES, min_nodes=2), plan_of("finetune", rounds=1, tasks=1)
+    list(run(wanted, tmp_path / "run", three, wire=Rogue, rules=rules, twist=telling(kind, **facts)))
+    seen = json.loads((tmp_path / "run" / "nodes.json").read_text())["nodes"]
+    assert [node["refused"] > 0 for node in seen] == [False, False, True]
+
+
+def test_complex_numbers_are_refused(tmp_path: Path, three: list[Path]) -> None:
+    def twist(asked: Request, reply: Reply) -> Reply:
+        return Reply(reply.facts, {name: t.to(torch.complex64) for name, t in reply.tensors.items()})
+
+    rules, wanted = replace(RULES, min_nodes=2), plan_of("icarl", rounds=1, tasks=1)
+    list(run(wanted, tmp_path / "run", three, wire=Rogue, rules=rules, twist=twist))
+    refused = [said for said in LOGS[str(tmp_path / "run")] if "refused" in said]
+    assert refused and all("carla" in said and "is complex" in said for said in refused)
+
+
+STRANGERS: dict[str, dict[str, Any]] = {
+    "allowed are 0 to 10,000,000": {"classes": {"x": float("inf")}},
+    "counts -5": {"classes": {"x": -5}},
+    "counts 10000001": {"classes": {"x": 10_000_001}},
+    "'' is no class": {"classes": {"": 3}},
+    "' ' is no class": {"classes": {" ": 3}},
+    "is no class; a name has 1 to 200 letters": {"classes": {"x" * 201: 3}},
+    "tells of 10,001 classes": {"classes": {str(j): 1 for j in range(10_001)}},
+    "'' is no name of a node": {"name": ""},
+    "is no name of a node; it has 1 to 200 letters": {"name": "x" * 201},
+    "has no attribute": {"classes": "none"},
+}
+
+
+@pytest.mark.parametrize("why", STRANGERS)
+def test_who_says_what_cannot_be_is_left_out(tmp_path: Path, three: list[Path], why: str) -> None:
+    rules, wanted = replace(RULES, min_nodes=2), plan_of("finetune", rounds=1, tasks=1)
+    twist = telling("look", **STRANGERS[why])
+    lines = list(run(wanted, tmp_path / "run", three, wire=Rogue, rules=rules, twist=twist))
+    (said,) = LOGS[str(tmp_path / "run")][:1]
+    assert said.startswith("the node at 2 did not say who it is: ") and why.removeprefix("has no") in said
+    assert [line["clients"] for line in lines if line["kind"] == "task"] == [2]
+
+
+def test_what_nodes_write_is_shown_as_one_short_line(tmp_path: Path, three: list[Path]) -> None:
+    def twist(asked: Request, reply: Reply) -> Reply:
+        if asked.kind == "look":
+            return Reply({**reply.facts, "name": "carla\x1b[2J\n"}, {})
+        return Reply({}, {}, "x" * 2_000_000 + "\x1b[2J") if asked.kind == ASK else reply
+
+    rules, wanted = replace(RULES, min_nodes=2), plan_of("finetune", rounds=1, tasks=1)
+    list(run(wanted, tmp_path / "run", three, wire=Rogue, rules=rules, twist=twist))
+    seen = json.loads((tmp_path / "run" / "nodes.json").read_text())["nodes"][2]
+    assert seen["name"] == "carla?[2J?" and seen["why"] == "x" * 300
+    assert all(said.isprintable() and len(said) < 400 for said in LOGS[str(tmp_path / "run")])
+
+
+def test_one_address_is_one_node_whatever_it_calls_itself(tmp_path: Path, three: list[Path]) -> None:
+    from fcil.deploy.server import Federation
+
+    names, log, place = iter(["carla", "dora", "emma", "frieda"]), list[str](), tmp_path / "run"
+    place.mkdir()
+    wire = Rogue(nodes_of(three, place / "nodes", "cpu"), lambda q, r: Reply({**r.facts, "name": next(names)}, {}))
+    made = Federation(plan_of(), place, wire, RULES, log.append, 8)
+    made.asking.gather(3)
+    for _ in range(3):
+        made.asking.look(made.roster.addresses.values())
+    assert [node.name for node in made.roster.nodes] == ["anna", "berta", "carla"]
+    assert made.roster.addresses == {0: 0, 1: 1, 2: 2}
+    assert log == ["node 'carla' now calls itself 'dora', and is not listened to as that"]
+
+
+def test_a_stranger_that_says_nothing_is_asked_more_and_more_rarely(
+    tmp_path: Path, three: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fcil.deploy.server import Federation
+
+    class Silent(LocalWire):
+        asked: list[float] = []
+
+        def exchange(self, mail: Mapping[int, Request]) -> dict[int, Reply]:
+            if 2 in mail:
+                self.asked.append(clock[0])
+            return super().exchange({a: request for a, request in mail.items() if a != 2})
+
+    (tmp_path / "run").mkdir()
+    nodes, clock = nodes_of(three, tmp_path / "run" / "nodes", "cpu"), [0.0]
+    made = Federation(plan_of(), tmp_path / "run", Silent(nodes), RULES, lambda _: None, 8)
+    monkeypatch.setattr("fcil.deploy.asking.time.monotonic", lambda: clock[0])
+    for second in range(1000):
+        clock[0] = float(second)
+        made.asking.gather(2)
+    assert Silent.asked == [0, 61, 182, 423, 904]
 
 
 def test_a_memory_over_its_budget_stops_a_simulation_and_is_not_kept(
