@@ -71,6 +71,12 @@ class Roster:
         del self.there[task:]
         self.there.append(sorted(self.addresses))
 
+    def join(self, task: int) -> list[str]:
+        """Let those who have come since be clients of a task that is under way, too; return their names."""
+        new = sorted(set(self.addresses) - set(self.there[task]))
+        self.there[task] = sorted({*self.there[task], *new})
+        return [self.nodes[number].name for number in new]
+
     def begin(self, task: Task) -> None:
         """Nothing to do: a node takes in its images when it is first asked in a task."""
 

@@ -366,6 +366,12 @@ def test_a_memory_over_its_budget_stops_a_simulation_and_is_not_kept(
     assert not list((tmp_path / "run").rglob("memory-*.safetensors"))
 
 
+def trained_on(place: Path, node: str) -> list[dict[str, int]]:
+    """Return how many images of each class a node trained on, by task."""
+    (images,) = (place / "nodes" / node).glob("*/images")
+    return [json.loads(path.read_text())["held"] for path in sorted(images.glob("[0-9].json"))]
+
+
 def test_a_known_class_at_a_new_node_is_ordinary_data(tmp_path: Path) -> None:
     first = digits_into(tmp_path / "data" / "anna", (0, 1), 0)
     second = digits_into(tmp_path / "data" / "berta", (1, 2), 20)
@@ -377,9 +383,22 @@ def test_a_known_class_at_a_new_node_is_ordinary_data(tmp_path: Path) -> None:
             rules=replace(RULES, min_nodes=2),
         )
     )
-    held = [line for line in read(tmp_path / "run" / "ledger.jsonl") if line["kind"] == "task"]
     assert read_result(tmp_path / "run")["classes"] == ["eins", "null", "zwei"]
-    assert [len(line["per_class"]) for line in held] == [1, 2, 3]
+    assert trained_on(tmp_path / "run", "anna") == [{"0": 11}, {"1": 11}, {}]
+    assert trained_on(tmp_path / "run", "berta") == [{"0": 11}, {}, {"2": 11}]
+
+
+def test_a_known_class_that_arrives_later_is_trained_on_where_it_arrives(tmp_path: Path) -> None:
+    first = digits_into(tmp_path / "data" / "anna", (0, 1), 0)
+    second = digits_into(tmp_path / "data" / "berta", (0,), 20)
+    rules, wanted = replace(RULES, min_nodes=2), plan_of("finetune", classes_per_task=10)
+    list(run(wanted, tmp_path / "run", [first, second], rules=rules))
+    (tmp_path / "run" / "result.json").unlink()
+    digits_into(second, (1, 2), 40)  # one that anna has had, and one that nobody has
+    list(run(wanted, tmp_path / "run", [first, second], rules=rules))
+    assert trained_on(tmp_path / "run", "berta")[0].keys() == {"1"}
+    assert trained_on(tmp_path / "run", "berta")[1].keys() == {"0", "2"}
+    assert trained_on(tmp_path / "run", "anna")[1] == {}
 
 
 def test_classes_that_come_later_make_a_new_task_and_old_images_are_gone(tmp_path: Path, three: list[Path]) -> None:
@@ -394,6 +413,70 @@ def test_classes_that_come_later_make_a_new_task_and_old_images_are_gone(tmp_pat
     result = read_result(tmp_path / "run")
     assert result["classes"] == ["drei", "eins", "null", "zwei", "sieben"]
     assert len(result["matrix"]) == 2
+    for node in ("anna", "berta", "carla"):
+        first, second = trained_on(tmp_path / "run", node)
+        assert first.keys() == {"0", "1", "2", "3"} and second.keys() == ({"4"} if node == "anna" else set())
+        (images,) = (tmp_path / "run" / "nodes" / node).glob("*/images")
+        assert [path.name for path in images.glob("train-*")] == ["train-1.safetensors"]
+
+
+def test_a_run_that_starts_over_is_another_experiment_to_its_nodes(tmp_path: Path, three: list[Path]) -> None:
+    wanted, place = plan_of("icarl"), tmp_path / "run"
+    list(run(wanted, tmp_path / "whole", three))
+    list(run(wanted, place, three))
+    before = json.loads((place / "experiment.json").read_text())["experiment"]
+    (place / "result.json").unlink()
+    shutil.rmtree(place / "checkpoint")
+    list(run(wanted, place, three))
+    after = json.loads((place / "experiment.json").read_text())
+    assert after["experiment"] != before and after["life"] == 1
+    assert {path.name for path in (place / "nodes" / "anna").iterdir()} == {before, after["experiment"]}
+    assert same(tmp_path / "whole", place) and (place / "ledger.jsonl.lost").exists()
+    assert [said for said in LOGS[str(place)] if "starts over" in said] and verify(place) == []
+
+
+class Late(LocalWire):
+    """A wire to nodes of which the last comes when some questions have been asked; it may take the server down."""
+
+    def __init__(self, nodes: Any, after: int, crash: int = 0):
+        super().__init__(nodes)
+        self.after, self.crash, self.asked = after, crash, 0
+
+    def online(self) -> list[int]:
+        return super().online() if self.asked >= self.after else super().online()[:-1]
+
+    def exchange(self, mail: Mapping[int, Request]) -> dict[int, Reply]:
+        replies = super().exchange(mail)
+        if any(request.kind == ASK for request in mail.values()):
+            self.asked += 1
+            if self.asked == self.crash:
+                raise Stopped
+        return replies
+
+
+@pytest.mark.parametrize("method", FILES)
+def test_a_node_that_comes_in_a_task_takes_part_from_its_next_round(
+    tmp_path: Path, three: list[Path], method: str
+) -> None:
+    rules, wanted = replace(RULES, min_nodes=2), plan_of(method, rounds=3, tasks=1)
+    list(run(wanted, tmp_path / "run", three, wire=Late, rules=rules, after=1))
+    lines = read(tmp_path / "run" / "ledger.jsonl")
+    assert lines[-1]["kind"] == "task" and lines[-1]["clients"] == 3
+    assert any("node carla takes part in task 1 from the next round on" in said for said in LOGS[str(tmp_path / "run")])
+    assert trained_on(tmp_path / "run", "carla") != [{}]
+    assert all(torch.isfinite(t).all() for t in weights(tmp_path / "run").values() if t.is_floating_point())
+
+
+@pytest.mark.parametrize("at", range(2, 8))
+def test_a_server_that_crashes_after_a_node_has_come_goes_on_with_it(
+    tmp_path: Path, three: list[Path], at: int
+) -> None:
+    rules, wanted = replace(RULES, min_nodes=2), plan_of("hr", rounds=4, tasks=1)
+    list(run(wanted, tmp_path / "whole", three, wire=Late, rules=rules, after=1))
+    with pytest.raises(Stopped):
+        list(run(wanted, tmp_path / "run", three, wire=Late, rules=rules, after=1, crash=at))
+    list(run(wanted, tmp_path / "run", three, rules=rules))
+    assert same(tmp_path / "whole", tmp_path / "run")
 
 
 def test_enough_nodes_must_report_new_classes(tmp_path: Path, three: list[Path]) -> None:
@@ -403,11 +486,13 @@ def test_enough_nodes_must_report_new_classes(tmp_path: Path, three: list[Path])
     nodes = nodes_of(three, tmp_path / "run" / "nodes", "cpu")
     (tmp_path / "run").mkdir()
     due = []
-    for rules in (Rules(3, 1), Rules(3, 3), Rules(3, 4), Rules(3, 4, every=0.001)):
+    for rules in (Rules(3, 1), Rules(3, 3), Rules(3, 4), Rules(3, 4, every=3600)):
         made = Federation(plan_of(), tmp_path / "run", LocalWire(nodes), rules, lambda _: None, 8)
         made.asking.gather(3)
         due.append(made._due())
-    assert due == [True, True, False, True]
+    assert due == [True, True, False, False]
+    made.begun -= 3600  # an hour after the server began
+    assert made._due()
 
 
 def test_tables_double_and_what_was_learned_stays(tmp_path: Path, three: list[Path]) -> None:
