@@ -345,10 +345,10 @@ def test_a_stranger_that_says_nothing_is_asked_more_and_more_rarely(
     nodes, clock = nodes_of(three, tmp_path / "run" / "nodes", "cpu"), [0.0]
     made = Federation(plan_of(), tmp_path / "run", Silent(nodes), RULES, lambda _: None, 8)
     monkeypatch.setattr("fcil.deploy.asking.time.monotonic", lambda: clock[0])
-    for second in range(1000):
+    for second in range(1, 1001):
         clock[0] = float(second)
         made.asking.gather(2)
-    assert Silent.asked == [0, 61, 182, 423, 904]
+    assert Silent.asked == [1, 62, 183, 424, 905]
 
 
 def test_a_memory_over_its_budget_stops_a_simulation_and_is_not_kept(
@@ -477,6 +477,8 @@ def test_a_server_that_crashes_after_a_node_has_come_goes_on_with_it(
         list(run(wanted, tmp_path / "run", three, wire=Late, rules=rules, after=1, crash=at))
     list(run(wanted, tmp_path / "run", three, rules=rules))
     assert same(tmp_path / "whole", tmp_path / "run")
+    without = [[{**line, "seconds": 0} for line in read(tmp_path / p / "ledger.jsonl")[1:]] for p in ("whole", "run")]
+    assert without[0] == without[1] and without[0][-1]["clients"] == 3
 
 
 def test_enough_nodes_must_report_new_classes(tmp_path: Path, three: list[Path]) -> None:
