@@ -14,6 +14,7 @@ from fcil.terminal import complain, console, count, plain_table
 if TYPE_CHECKING:
     from fcil.plan import Plan
 
+RECENT = 120.0  # seconds after which nobody knows who is online
 Capacity = Annotated[int, typer.Option(help="Classes that tables have room for at first; they double.", min=2)]
 
 
@@ -118,12 +119,14 @@ def certs(
         list[str], typer.Option(help="A name or address of the server, as nodes write it; repeat it.")
     ] = [],  # noqa: B006 - typer copies it
     node: Annotated[list[str], typer.Option(help="A node's name; repeat it.")] = [],  # noqa: B006 - typer copies it
-    days: Annotated[int, typer.Option(help="How long certificates are valid.", min=1)] = 365,
+    days: Annotated[int, typer.Option(help="How long the server's is valid; the CA's is ten years.", min=1)] = 365,
 ) -> None:
     """Make a CA, a server certificate and node keys; `fcil serve --tls DIR` admits these nodes, also while it runs."""
-    from fcil.deploy.certificates import make
+    from fcil.deploy.certificates import CA_DAYS, make
 
-    written = make(folder, host, node, days)
+    if days > CA_DAYS:
+        raise UserError(f"--days {days} is not allowed; it takes 1 to {CA_DAYS}, as long as the CA lives")
+    written = make(folder, host, node, days, _say)
     for path in written:
         console.print(f"written: {path}", soft_wrap=True)
     if not written:
@@ -140,20 +143,28 @@ def status(run: Annotated[Path, typer.Argument(help="Run folder of a server, or 
     from fcil.results.ledger import read
 
     terms = Terms.read(run)
+    table = plain_table("node", "now", "last seen", "answers", "refused", "KB down", "KB up", "classes")
+    why = []
     try:
         found: dict[str, Any] = json.loads((run / "nodes.json").read_text())
-    except (OSError, ValueError):
+        age = max(0.0, time.time() - found["written"])
+        for node in found["nodes"]:
+            now = "unknown" if age > RECENT else "online" if node["online"] else "away"
+            ago = f"{duration(max(0.0, time.time() - node['last']))} ago" if node["last"] else "never"
+            numbers = [f"{node[key]:,}" for key in ("answers", "refused")]
+            numbers += [f"{node[key] / 1000:,.0f}" for key in ("down", "up")]
+            table.add_row(node["name"], now, ago, *numbers, str(len(node["classes"])))
+            why += [f"last refused of {node['name']}: {node['why']}"] if node["why"] else []
+    except FileNotFoundError:
         return console.print(f"no node has been seen yet; at least {terms.min_nodes} must come", soft_wrap=True)
-    table = plain_table("node", "now", "last seen", "answers", "refused", "KB down", "KB up", "classes")
-    for node in found["nodes"]:
-        ago = f"{duration(max(0.0, time.time() - node['last']))} ago" if node["last"] else "never"
-        numbers = [f"{node[key]:,}" for key in ("answers", "refused")]
-        numbers += [f"{node[key] / 1000:,.0f}" for key in ("down", "up")]
-        table.add_row(node["name"], "online" if node["online"] else "away", ago, *numbers, str(len(node["classes"])))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{run / 'nodes.json'} cannot be read ({type(error).__name__}: {error}); a server that runs writes it anew"
+        ) from None
+    console.print(f"as the server saw it {duration(age)} ago:", soft_wrap=True)
     console.print(table)
-    for node in found["nodes"]:
-        if node["why"]:
-            console.print(f"last refused of {node['name']}: {node['why']}", soft_wrap=True)
+    for sentence in why:
+        console.print(sentence, soft_wrap=True)
     lines = read(run / "ledger.jsonl") if (run / "ledger.jsonl").exists() else []
     for line in [line for line in lines if line["kind"] == "task"]:
         console.print(said(line), soft_wrap=True)

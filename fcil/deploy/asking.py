@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from fcil.deploy.messages import ASK, EVALUATE, LOOK, VERSION, Reply, Request
+from fcil.deploy.messages import ASK, EVALUATE, LOOK, VERSION, Reply, Request, shown
+from fcil.deploy.registry import normal
 from fcil.deploy.roster import Roster
 from fcil.federation.calls import Answered, Call, Origin
 from fcil.files import write_text
@@ -15,7 +16,9 @@ from fcil.records import Weights, flatten
 from fcil.scenario.tasks import Task
 
 Log = Callable[[str], None]
-STRANGE = 60.0  # seconds for which a node that does not say who it is, or takes another's name, is left out
+STRANGE = 60.0  # seconds for which a node that does not say who it is, or takes another's name, is left out at first
+MOST_STRANGE = 3600.0  # they double with every time, up to these
+MOST_NAMES, LONGEST_NAME = 10_000, 200  # of classes that a node may tell, and letters in each
 
 
 class Wire(Protocol):
@@ -45,10 +48,11 @@ class Rules:
 class Asking:
     """A transport whose clients are nodes; what it brings back is judged at the door."""
 
-    def __init__(self, wire: Wire, roster: Roster, rules: Rules, status: Path, log: Log):
+    def __init__(self, wire: Wire, roster: Roster, rules: Rules, status: Path, log: Log, most_images: int):
         self.wire, self.roster, self.rules, self.status, self.log = wire, roster, rules, status, log
+        self.most_images = most_images  # that a node may claim to have
         self.standing: dict[str, Any] = {}  # what every question of this task says
-        self.strange: dict[int, float] = {}  # addresses of nodes that are left out, and until when
+        self.strange: dict[int, tuple[float, float]] = {}  # nodes that are left out: until when, and then for how long
 
     def begin(self, task: Task) -> None:
         """Nothing to do: every question says which task it belongs to."""
@@ -62,9 +66,11 @@ class Asking:
         for client in who:
             if client in came:
                 try:
-                    yield client, _answered(came[client])
-                except (KeyError, TypeError, ValueError) as error:
+                    answered = _answered(came[client], self.most_images)
+                except Exception as error:  # whatever a node can think of: no reason for the server to end
                     self.refuse(client, f"it cannot be read ({type(error).__name__}: {error})")
+                    continue
+                yield client, answered
 
     def evaluate(self, who: Sequence[int], broadcast: Any, call: Call, classes: int) -> dict[int, dict[str, Any]]:
         """Return what nodes count on the images they hold out; where too few answer, ask the others again."""
@@ -77,8 +83,8 @@ class Asking:
             replies = self._asked(missing, EVALUATE, {"call": call._asdict()}, flatten(broadcast))
             for client, reply in replies.items():
                 try:
-                    found[client] = _counted(reply, classes)
-                except (KeyError, TypeError, ValueError, AttributeError) as error:
+                    found[client] = _counted(reply, classes, self.most_images)
+                except Exception as error:
                     self.refuse(client, str(error) or type(error).__name__)
             tries += 1
         return found
@@ -93,10 +99,12 @@ class Asking:
         said = False
         while True:
             strangers = self.roster.keep_only(self.wire.online())
-            if new := [a for a in sorted(strangers) if self.strange.get(a, 0.0) < time.monotonic()]:
+            self.strange = {a: rest for a, rest in self.strange.items() if a in strangers}
+            if new := [a for a in sorted(strangers) if a not in self.strange or self.strange[a][0] < time.monotonic()]:
                 self.look(new)
-                known = set(self.roster.addresses.values())
-                self.strange |= {a: time.monotonic() + STRANGE for a in new if a not in known}
+                for a in set(new) - set(self.roster.addresses.values()):
+                    rest = self.strange[a][1] if a in self.strange else STRANGE
+                    self.strange[a] = time.monotonic() + rest, min(2 * rest, MOST_STRANGE)
             if len(self.roster.addresses) >= least:
                 return
             if not said:
@@ -114,10 +122,9 @@ class Asking:
             try:
                 if reply.error:
                     raise ValueError(reply.error)
-                classes = {str(name): int(n) for name, n in reply.facts["classes"].items()}
-                found.append((address, str(reply.facts["name"]), classes))
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                self.log(f"the node at {address} did not say who it is: {error}")
+                found.append((address, _name(reply.facts["name"]), _classes(reply, self.most_images)))
+            except Exception as error:
+                self.log(f"the node at {address} did not say who it is: {shown(error) or type(error).__name__}")
         for complaint in self.roster.meet(found):
             self.log(complaint)
         self._write_status()
@@ -125,8 +132,9 @@ class Asking:
     def refuse(self, client: int, why: str) -> None:
         """Note that a reply was not taken."""
         node = self.roster.nodes[client]
-        node.refused, node.why = node.refused + 1, why
-        self.log(f"refused a reply of node {node.name}: {why}")
+        node.refused, node.why = node.refused + 1, shown(why)
+        self.log(f"refused a reply of node {node.name}: {node.why}")
+        self._write_status()
 
     def _asked(self, who: Sequence[int], kind: str, facts: Mapping[str, Any], tensors: Weights) -> dict[int, Reply]:
         """Ask those of `who` that can be reached, once; return what came, but for those who say they cannot answer."""
@@ -161,21 +169,48 @@ class Asking:
         write_text(self.status, json.dumps({"nodes": nodes, **task, "written": time.time()}) + "\n")
 
 
-def _answered(reply: Reply) -> Answered:
+def _answered(reply: Reply, most: int) -> Answered:
     """Read an answer: its tensors as they came, which are judged at the door."""
     facts = reply.facts
+    for name, tensor in reply.tensors.items():
+        if tensor.is_complex():
+            raise ValueError(f"{shown(name, 60)} is complex")
     origin = Origin(*(facts[name] for name in Origin._fields))
-    return Answered(dict(reply.tensors), int(facts["kept"]), float(facts["loss"]), int(facts["images"]), origin)
+    kept, images = _count(facts["kept"], 2**53), _count(facts["images"], most)
+    return Answered(dict(reply.tensors), kept, float(facts["loss"]), images, origin)
 
 
-def _counted(reply: Reply, classes: int) -> dict[str, Any]:
+def _counted(reply: Reply, classes: int, most: int) -> dict[str, Any]:
     """Read what a node counts, by class: right answers, images held out, images trained on so far."""
-    counts = {key: [int(n) for n in reply.facts[key]] for key in ("correct", "total", "held")}
-    if any(len(found) != classes or min(found, default=0) < 0 for found in counts.values()):
-        raise ValueError(f"it does not count {classes} classes, each at least 0")
+    counts = {key: [_count(n, most) for n in reply.facts[key]] for key in ("correct", "total", "held")}
+    if any(len(found) != classes for found in counts.values()):
+        raise ValueError(f"it does not count {classes} classes")
     if any(c > n for c, n in zip(counts["correct"], counts["total"], strict=True)):
         raise ValueError("it has more right answers than images")
-    return {**counts, "classes": {str(name): int(n) for name, n in reply.facts["classes"].items()}}
+    return {**counts, "classes": _classes(reply, most)}
+
+
+def _classes(reply: Reply, most: int) -> dict[str, int]:
+    """Read which classes a node says it has, and how many images of each."""
+    told = reply.facts["classes"]
+    if len(told) > MOST_NAMES:
+        raise ValueError(f"it tells of {len(told):,} classes, and {MOST_NAMES:,} are allowed")
+    for name in told:
+        if not isinstance(name, str) or not normal(name) or len(name) > LONGEST_NAME:
+            raise ValueError(f"{shown(name, 60)!r} is no class; a name has 1 to {LONGEST_NAME} letters")
+    return {name: _count(n, most) for name, n in told.items()}
+
+
+def _name(told: Any) -> str:
+    if not isinstance(told, str) or not told.strip() or len(told) > LONGEST_NAME:
+        raise ValueError(f"{shown(told, 60)!r} is no name of a node; it has 1 to {LONGEST_NAME} letters")
+    return shown(told)
+
+
+def _count(told: Any, most: int) -> int:
+    if not isinstance(told, int) or not 0 <= told <= most:
+        raise ValueError(f"it counts {shown(told, 30)}; allowed are 0 to {most:,}")
+    return told
 
 
 def _weight(tensors: Weights) -> int:

@@ -7,32 +7,49 @@ DIR/nodes/NAME/NAME.key, NAME.pub, ca.crt    for `fcil join --key`: this folder 
 
 import ipaddress
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcil.errors import UserError
+from fcil.files import whole
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.x509 import Certificate
 
 MISSING = "this needs Flower and what comes with it: pip install fcil[flower]"
+CA_DAYS = 3650  # that the CA lives, and the most that a server certificate may
 
 
-def make(folder: Path, hosts: Sequence[str], nodes: Sequence[str], days: int) -> list[Path]:
-    """Make what is missing; a server certificate is made anew where hosts are named. Return what was written."""
+def make(
+    folder: Path, hosts: Sequence[str], nodes: Sequence[str], days: int, say: Callable[[str], None] = lambda _: None
+) -> list[Path]:
+    """Make what is missing or, of the CA, expired; a server certificate is made anew where hosts are named.
+
+    Return what was written.
+    """
     for name in nodes:
         if not name or not all(c.isalnum() or c in "-_" for c in name):
             raise UserError(f"{name!r} is no name for a node; it takes letters, digits, - and _")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        written = []
-        if not (folder / "ca.crt").exists():
-            written += _make_ca(folder, days)
-        if hosts or not (folder / "server.crt").exists():
-            written += _make_server(folder, hosts or ["localhost", "127.0.0.1"], days)
+        names = [_san(host) for host in hosts or ("localhost", "127.0.0.1")]
+        written, new = [], not (folder / "ca.crt").exists()
+        if old := not new and _expired(folder / "ca.crt"):
+            if not hosts:
+                raise UserError(
+                    f"{folder / 'ca.crt'} has expired; name the server's hosts too, with --host, to make it anew"
+                )
+            say("the CA had expired and is made anew: copy ca.crt to every node again")
+        if new or old:
+            written += _make_ca(folder)
+            for copy in sorted(folder.glob("nodes/*/ca.crt")):
+                copy.write_bytes((folder / "ca.crt").read_bytes())
+                written.append(copy)
+        if new or hosts or not (folder / "server.crt").exists():
+            written += _make_server(folder, names, days)
         for name in nodes:
             written += _make_node(folder, name)
     except OSError as error:
@@ -51,7 +68,8 @@ def check(certificate: Path) -> None:
     now = datetime.now(UTC)
     if found.not_valid_after_utc < now:
         raise UserError(
-            f"{certificate} expired on {found.not_valid_after_utc:%Y-%m-%d}; make a new one with: fcil certs DIR --host"
+            f"{certificate} expired on {found.not_valid_after_utc:%Y-%m-%d}; make a new one on the server's machine "
+            "with: fcil certs DIR --host HOST, and copy ca.crt to the nodes if that is new"
         )
     if found.not_valid_before_utc > now:
         raise UserError(
@@ -72,10 +90,28 @@ def check_key(key: Path) -> None:
         raise UserError(f"{key} is not an elliptic-curve key; `fcil certs` makes one")
 
 
-def _make_ca(folder: Path, days: int) -> list[Path]:
+def check_public_key(key: Path) -> None:
+    """Say what is wrong with a node's public key."""
+    serialization, _, ec = _library()
+    try:
+        found = serialization.load_ssh_public_key(key.read_bytes())
+    except Exception as error:
+        raise UserError(f"{key} is not a public key of `fcil certs` ({error})") from None
+    if not isinstance(found, ec.EllipticCurvePublicKey):
+        raise UserError(f"{key} is not an elliptic-curve key; `fcil certs` makes one")
+
+
+def _expired(certificate: Path) -> bool:
+    try:
+        return _read_certificate(certificate).not_valid_after_utc < datetime.now(UTC)
+    except ValueError:
+        return False  # it is said what is wrong with it when it is used
+
+
+def _make_ca(folder: Path) -> list[Path]:
     _, x509, _ = _library()
     key, name = _key(), _name("fcil CA")
-    builder = _certificate(name, name, key.public_key(), days)
+    builder = _certificate(name, name, key.public_key(), CA_DAYS)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     usage = {"digital_signature", "key_cert_sign", "crl_sign"}
     builder = builder.add_extension(_usage(usage), critical=True)
@@ -83,7 +119,7 @@ def _make_ca(folder: Path, days: int) -> list[Path]:
     return [_write_key(folder / "ca.key", key), _write_certificate(folder / "ca.crt", _signed(builder, key))]
 
 
-def _make_server(folder: Path, hosts: Sequence[str], days: int) -> list[Path]:
+def _make_server(folder: Path, names: Sequence[Any], days: int) -> list[Path]:
     serialization, x509, _ = _library()
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
@@ -93,9 +129,10 @@ def _make_server(folder: Path, hosts: Sequence[str], days: int) -> list[Path]:
         ca_key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
     except FileNotFoundError:
         raise UserError(f"{folder} has ca.crt but not ca.key, without which nothing can be signed") from None
+    except (ValueError, TypeError):
+        raise UserError(f"{folder / 'ca.key'} is not a readable key, and without it nothing can be signed") from None
     key = _key()
-    builder = _certificate(_name(hosts[0]), ca.subject, key.public_key(), days)
-    names = [_san(host) for host in hosts]
+    builder = _certificate(_name("fcil server"), ca.subject, key.public_key(), days)
     builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     builder = builder.add_extension(_usage({"digital_signature"}), critical=True)
@@ -119,7 +156,8 @@ def _make_node(folder: Path, name: str) -> list[Path]:
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
     _write_private(place / f"{name}.key", private)
     (place / "ca.crt").write_bytes((folder / "ca.crt").read_bytes())
-    (place / f"{name}.pub").write_bytes(public + b"\n")
+    with whole(place / f"{name}.pub") as partial:  # a server that is running may look at any moment
+        partial.write_bytes(public + b"\n")
     return [place / f"{name}.key", place / f"{name}.pub", place / "ca.crt"]
 
 
@@ -146,6 +184,8 @@ def _name(text: str) -> Any:
 
 def _san(host: str) -> Any:
     _, x509, _ = _library()
+    if not host.strip():
+        raise UserError("--host is empty; it takes a host name or an IP address")
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:

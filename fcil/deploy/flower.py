@@ -4,21 +4,28 @@ A question is one message `query.fcil`, and one local training is one question: 
 a node keeps lies in its own folders, for Flower's context is lost when a node restarts.
 """
 
+import io
 import json
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import httpx
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from fcil.deploy.messages import Reply, Request
+from fcil.deploy.messages import LOOK, Reply, Request, shown
 from fcil.deploy.node import Node
 from fcil.errors import UserError
 
 KIND = "query.fcil"
 PULL = 0.3  # seconds between two looks for answers
+LOOKING = 60.0  # seconds for saying who one is, which takes no training
+MOST_BYTES = 2**31  # of a reply
 
 
 class FlowerWire:
@@ -35,19 +42,31 @@ class FlowerWire:
         """Send all at once; return the answers that came in time, and leave out nodes that are gone."""
         if not mail:
             return {}
+        looking = all(request.kind == LOOK for request in mail.values())
+        timeout = min(self.timeout, LOOKING) if looking else self.timeout
         messages = [
-            Message(_closed(*request), dst_node_id=address, message_type=KIND, ttl=self.timeout + 60)
+            Message(_closed(*request), dst_node_id=address, message_type=KIND, ttl=timeout + 60)
             for address, request in mail.items()
         ]
-        waiting = set(self.grid.push_messages(messages))
-        until, came = time.monotonic() + self.timeout, {}
+        waiting = {id: address for id, address in zip(self.grid.push_messages(messages), mail, strict=False) if id}
+        until, came = time.monotonic() + timeout, {}
         while waiting and time.monotonic() < until:
-            for message in self.grid.pull_messages(list(waiting)):
-                waiting.discard(message.metadata.reply_to_message_id)
-                if not message.has_error():
-                    came[message.metadata.src_node_id] = _opened(message)
+            for id, address in list(waiting.items()):
+                for reply in self._pulled(id):
+                    waiting.pop(id, None)
+                    if reply is not None:
+                        came[address] = reply
             time.sleep(PULL if waiting else 0)
         return came
+
+    def _pulled(self, id: str) -> list[Reply | None]:
+        """Return the answer to one message if it is there, alone: one that Flower cannot read takes no other along."""
+        try:
+            return [None if m.has_error() else _opened(m) for m in self.grid.pull_messages([id])]
+        except (OSError, httpx.HTTPError):  # the SuperLink is gone
+            raise
+        except Exception as error:
+            return [_unread(error)]
 
 
 def client_app() -> ClientApp:
@@ -92,10 +111,31 @@ def _closed(kind: str, facts: Mapping[str, object], tensors: Mapping[str, object
 
 
 def _opened(message: Message) -> Reply:
-    """Read a reply; one that cannot be read says so."""
+    """Read a reply; one that cannot be read, whatever is wrong with it, says so."""
     try:
-        facts = json.loads(str(message.content["facts"]["json"]))
-        error = str(facts.pop("error", ""))
-        return Reply(facts, message.content["tensors"].to_torch_state_dict(), error)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        return Reply({}, {}, f"its reply cannot be read ({type(error).__name__})")
+        text, arrays = str(message.content["facts"]["json"]), message.content["tensors"]
+        if (size := len(text) + sum(len(array.data) for array in arrays.values())) > MOST_BYTES:
+            raise ValueError(f"{size:,} bytes, and at most {MOST_BYTES:,} are read")
+        for array in arrays.values():
+            _require_whole(array)
+        facts = json.loads(text)
+        error = shown(facts.pop("error", ""))
+        return Reply(facts, arrays.to_torch_state_dict(), error)
+    except Exception as error:
+        return _unread(error)
+
+
+def _require_whole(array: Any) -> None:
+    """Say so where an array's bytes are not the numbers that its own header promises, before room is made for them."""
+    file = io.BytesIO(array.data)
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, kind = read(file)
+    if kind.kind not in "biuf" or any(n < 0 for n in shape):
+        raise ValueError(f"an array of {shown(kind, 30)} and shape {shown(shape, 60)}")
+    if len(array.data) - file.tell() != math.prod(shape) * kind.itemsize:
+        raise ValueError(f"an array has {len(array.data) - file.tell():,} bytes, not those of its {shown(shape, 60)}")
+
+
+def _unread(error: Exception) -> Reply:
+    return Reply({}, {}, shown(f"its reply cannot be read ({type(error).__name__}: {error})"))

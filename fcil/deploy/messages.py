@@ -28,3 +28,8 @@ class Reply(NamedTuple):
     facts: dict[str, Any]
     tensors: Weights
     error: str = ""
+
+
+def shown(words: Any, most: int = 300) -> str:
+    """Return what a node wrote as one short line that can be printed."""
+    return "".join(letter if letter.isprintable() else "?" for letter in str(words)[:most])

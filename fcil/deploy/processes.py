@@ -66,7 +66,7 @@ class Address:
     def read(text: str, option: str) -> "Address":
         """Read HOST:PORT."""
         host, colon, port = text.rpartition(":")
-        if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        if not colon or not host or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 65536:
             raise UserError(f"{option} {text} is not allowed; it takes HOST:PORT, such as 0.0.0.0:9092")
         return Address(host.strip("[]"), int(port))
 
@@ -168,7 +168,12 @@ def _write_connection(folder: Path, address: Address, tls: Path | None) -> None:
 def flwr(home: Path, *words: str, patience: float = 60.0) -> "subprocess.CompletedProcess[str]":
     """Run Flower's command line to its end."""
     command = [program("flwr"), *words]
-    return subprocess.run(command, env=environment(home), capture_output=True, text=True, timeout=patience)
+    try:
+        return subprocess.run(command, env=environment(home), capture_output=True, text=True, timeout=patience)
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"flwr {' '.join(words[:2])} did not end within {patience:.0f} s; is this machine busy?"
+        ) from None
 
 
 def await_listening(address: Address, process: "subprocess.Popen[bytes]", log: Path, patience: float = 60.0) -> None:

@@ -34,12 +34,21 @@ class Roster:
         self.nodes: list[Seen] = []
         self.addresses: dict[int, int] = {}  # where each can be reached now
         self.there: list[list[int]] = []  # the clients of each task
+        self.renamed: set[int] = set()  # addresses that changed their name, of which it was said
 
     def meet(self, looked: Iterable[tuple[int, str, dict[str, int]]]) -> list[str]:
         """Take in (address, name, classes) of nodes; new names get numbers in their own order. Return complaints."""
         complaints = []
         known = {node.name: number for number, node in enumerate(self.nodes)}
+        taken = {address: self.nodes[number].name for number, address in self.addresses.items()}
         for address, name, classes in sorted(looked, key=lambda one: (one[1], one[0])):
+            if taken.get(address, name) != name:  # or else one key would vote as many nodes
+                if address not in self.renamed:
+                    complaints.append(
+                        f"node {taken[address]!r} now calls itself {name!r}, and is not listened to as that"
+                    )
+                self.renamed.add(address)
+                continue
             number = known.setdefault(name, len(self.nodes))
             if number == len(self.nodes):
                 self.nodes.append(Seen(name))
@@ -61,6 +70,12 @@ class Roster:
         """Let those who are online now be the clients of a task."""
         del self.there[task:]
         self.there.append(sorted(self.addresses))
+
+    def join(self, task: int) -> list[str]:
+        """Let those who have come since be clients of a task that is under way, too; return their names."""
+        new = sorted(set(self.addresses) - set(self.there[task]))
+        self.there[task] = sorted({*self.there[task], *new})
+        return [self.nodes[number].name for number in new]
 
     def begin(self, task: Task) -> None:
         """Nothing to do: a node takes in its images when it is first asked in a task."""

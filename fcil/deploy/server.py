@@ -55,9 +55,9 @@ class Federation:
     def __init__(self, wanted: Plan, folder: Path, wire: Wire, rules: Rules, log: Log, capacity: int):
         self.wanted, self.folder, self.rules, self.log = wanted, folder, rules, log
         self.experiment, self.life = _begun(folder / "experiment.json")
-        self.registry, self.groups, self.begun = Registry(), list[tuple[int, ...]](), 0.0
+        self.registry, self.groups, self.begun = Registry(), list[tuple[int, ...]](), time.time()
         self.roster = Roster(wanted.seed, wanted.benchmark.active, capacity)
-        self.asking = Asking(wire, self.roster, rules, folder / "nodes.json", log)
+        self.asking = Asking(wire, self.roster, rules, folder / "nodes.json", log, wanted.protocol.most_images)
         protocol = replace(wanted.protocol, quorum=max(wanted.protocol.quorum, rules.min_nodes))
         self.door = Door(
             self.asking, self.roster, protocol, wanted.seed, experiment=self.experiment, wait=self.asking.wait,
@@ -72,7 +72,8 @@ class Federation:
         """Learn task after task, until there are as many as planned, or nothing is new and that is an end."""
         path = self.folder / "ledger.jsonl"
         if not self.offset and path.exists():
-            path.replace(self.folder / "ledger.jsonl.lost")  # no checkpoint is whole: the run starts over
+            self._start_over()
+            path.replace(self.folder / "ledger.jsonl.lost")
         with Ledger.open(path, self.offset or None) as ledger:
             if ledger.offset == 0:
                 ledger.append(self._first_line())
@@ -87,6 +88,13 @@ class Federation:
                 self._write_model()
         self._write_model(result=True)
 
+    def _start_over(self) -> None:
+        """Begin another experiment: no checkpoint is whole, and what nodes remember is of the one that is lost."""
+        (self.folder / "experiment.json").unlink(missing_ok=True)
+        self.experiment, self.life = _begun(self.folder / "experiment.json")
+        self.door.experiment = self.experiment
+        self.log("nothing was saved yet, or it cannot be read: the run starts over, as another experiment")
+
     def _learn(self, task: Task) -> Iterator[Line]:
         self._stand()
         self.door.begin(task)
@@ -96,7 +104,9 @@ class Federation:
             if every and self.door.stage == "train" and (self.door.round + 1) % every == 0:
                 where = {"stage": self.door.stage, "round": self.door.round, "rounds": self.door.of}
                 yield {"kind": "evaluation", "task": task.index, **where, **self._evaluated(task)}
-            yield round_line(self.door)
+            for name in self.roster.join(task.index):
+                self.log(f"node {name} takes part in task {task.index + 1} from the next round on")
+            yield round_line(self.door)  # with the checkpoint, so that a resumed run has the same clients
         self.door.finish()
         counts = self._evaluated(task)
         held = [_padded(self.roster.nodes[c].held, len(self.registry.names)) for c in self.door.everyone()]

@@ -25,6 +25,7 @@ from fcil.errors import UserError
 LOOK = 1.0  # seconds between two looks at what goes on
 AGAIN = 5.0  # seconds between two tries to join
 SLOW = 60.0  # seconds that a process may take to begin or to let go
+LAST = 30  # lines of a log in which Flower's program says why it ended
 Say = Callable[[str], None]
 
 
@@ -36,7 +37,7 @@ def serve(run: Path, terms: Terms, say: Say) -> None:
     place, log = run / "flower", run / "server.log"
     with _running(lambda: superlink(listen, place, tls)) as process:
         await_listening(listen.near, process, place / "superlink.log")
-        admitted: set[Path] = set()
+        admitted: set[tuple[Path, int]] = set()
         _admit(place, tls, admitted, say)
         heard = log.stat().st_size if log.exists() else 0
         submit(place, run)
@@ -141,19 +142,20 @@ def _watched(process: "subprocess.Popen[bytes]", log: Path, heard: int, admitted
 
 def why_not(tail: str, seat: Seat) -> tuple[str, bool]:
     """Say in a sentence why a SuperNode ended, from the end of its log; and whether it may pass by itself."""
-    if "CERTIFICATE_VERIFY_FAILED" in tail:
+    lines = [line.strip() for line in tail.splitlines() if line.strip()]
+    end = "\n".join(lines[-LAST:])
+    if "CERTIFICATE_VERIFY_FAILED" in end:
         return (
             f"the certificate of {seat.server} is not one that {seat.ca or 'this machine'} vouches for, has expired, "
             "or names another host; copy ca.crt from the server, or make the certificate anew: fcil certs DIR --host"
         ), False
-    if "2001" in tail:
+    if "[code: 2001]" in end:
         return f"{seat.server} admits nodes with a key only; give it with --key", False
-    if "2004" in tail or "activate" in tail:
+    if "[code: 2004]" in end:
         return (
             f"{seat.server} did not admit node {seat.name}: its key is not registered there, or it still counts as "
             "online, as it does for a minute after a crash"
         ), True
-    lines = [line.strip() for line in tail.splitlines() if line.strip()]
     return f"Flower's SuperNode ended: {lines[-1][-300:] if lines else 'it said nothing'}", False
 
 
@@ -166,12 +168,18 @@ def _running(begin: Callable[[], "subprocess.Popen[bytes]"]) -> Iterator["subpro
         stop(process)
 
 
-def _admit(place: Path, tls: Path | None, admitted: set[Path], say: Say) -> None:
+def _admit(place: Path, tls: Path | None, tried: set[tuple[Path, int]], say: Say) -> None:
     """Register the nodes whose public keys lie in the folder of certificates, also those that come later."""
     for key in sorted((tls / "nodes").glob("*/*.pub")) if tls is not None else []:
-        if key not in admitted:
+        if (this := (key, key.stat().st_mtime_ns)) in tried:
+            continue
+        tried.add(this)
+        try:
+            certificates.check_public_key(key)
             register(place, key)
-            admitted.add(key)
+        except UserError as error:
+            say(f"{error}; {key} is passed over until it changes")
+        else:
             say(f"node {key.stem} may join")
 
 

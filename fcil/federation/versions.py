@@ -39,11 +39,10 @@ class Versions:
     @property
     def applied(self) -> Place:
         """Where this client stands."""
-        found = _json(self.folder / "applied.json")
-        try:
-            return Place(int(found["life"]), int(found["task"]), int(found["step"]))
-        except (KeyError, TypeError, ValueError):
-            return Place(0, 0, max((step for step in self._steps()), default=0))
+        places = [_place(self.folder / "applied.json")]
+        if places == [None]:  # lost: the memories name the questions they followed
+            places = [_place(self.folder / f"{step}.json") or Place(0, 0, step) for step in self._steps()]
+        return max((place for place in places if place), key=lambda p: (p.life, p.step), default=Place(0, 0, 0))
 
     def before(self, step: int) -> Weights | None:
         """Return the newest whole memory from before a question; None if there was none yet."""
@@ -89,6 +88,14 @@ class Versions:
     def _remove(self, step: int) -> None:
         (self.folder / f"{step}.json").unlink(missing_ok=True)
         self._file(step).unlink(missing_ok=True)
+
+
+def _place(path: Path) -> Place | None:
+    found = _json(path)
+    try:
+        return Place(int(found["life"]), int(found["task"]), int(found["step"]))
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _json(path: Path) -> dict[str, Any]:

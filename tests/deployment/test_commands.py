@@ -1,10 +1,12 @@
 """The commands of a deployment: what is wrong is one sentence, and nothing is begun."""
 
+import json
 import os
 import socket
 import ssl
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,7 +18,9 @@ from cryptography import x509
 
 from fcil.deploy.certificates import check, make
 from fcil.deploy.plans import MEANINGLESS, deployed
-from fcil.deploy.processes import Address, environment, shim
+from fcil.deploy.processes import Address, environment, flwr, shim
+from fcil.deploy.script import Terms
+from fcil.deploy.serving import Seat, _admit, why_not
 from fcil.errors import UserError
 from fcil.knobs import knobs
 from fcil.scenario.benchmarks import Benchmark
@@ -95,15 +99,80 @@ def test_an_expired_certificate_is_said(tmp_path: Path, monkeypatch: pytest.Monk
     class Past(datetime):
         @classmethod
         def now(cls, tz: object = None) -> datetime:
-            return datetime(2020, 1, 1, tzinfo=UTC)
+            return datetime(2010, 1, 1, tzinfo=UTC)
 
     with monkeypatch.context() as then:
         then.setattr("fcil.deploy.certificates.datetime", Past)
         make(tmp_path / "tls", ["127.0.0.1"], ["anna"], 30)
-    with pytest.raises(UserError, match=r"ca.crt expired on 2020-01-31; make a new one"):
-        check(tmp_path / "tls" / "ca.crt")
+    with pytest.raises(UserError, match=r"server.crt expired on 2010-01-31; make a new one"):
+        check(tmp_path / "tls" / "server.crt")
     (tmp_path / "hr.toml").write_text('method = "hr"\n')
-    assert "expired on 2020-01-31" in said(fcil("serve", "hr.toml", "--tls", "tls", cwd=tmp_path))
+    assert "ca.crt expired on 2019-12-30" in said(fcil("serve", "hr.toml", "--tls", "tls", cwd=tmp_path))
+    assert "name the server's hosts too" in said(fcil("certs", "tls", "--node", "dora", cwd=tmp_path))
+    anew = fcil("certs", "tls", "--host", "127.0.0.1", cwd=tmp_path)  # as that sentence says
+    assert anew.returncode == 0 and "copy ca.crt to every node again" in anew.stdout
+    for name in ("ca.crt", "server.crt", "nodes/anna/ca.crt"):
+        check(tmp_path / "tls" / name)
+    assert (tmp_path / "tls" / "ca.crt").read_bytes() == (tmp_path / "tls" / "nodes" / "anna" / "ca.crt").read_bytes()
+
+
+def test_what_is_wrong_with_certs_is_one_sentence(tmp_path: Path, tls: Path) -> None:
+    long = f"{'a' * 40}.{'b' * 40}.example.org"
+    assert fcil("certs", tmp_path / "long", "--host", long).returncode == 0
+    assert "--host is empty" in said(fcil("certs", tmp_path / "none", "--host", ""))
+    assert not (tmp_path / "none" / "ca.crt").exists()
+    assert "--days 9999999 is not allowed" in said(fcil("certs", tmp_path / "none", "--days", "9999999"))
+    (tls / "ca.key").write_text("junk")
+    assert "ca.key is not a readable key" in said(fcil("certs", tls, "--host", "x.org"))
+
+
+def test_a_bad_public_key_is_said_once_and_keeps_no_other_node_out(
+    tmp_path: Path, tls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tls, [], ["berta"], 30)
+    bad, whole = tls / "nodes" / "anna" / "anna.pub", (tls / "nodes" / "anna" / "anna.pub").read_bytes()
+    bad.write_bytes(whole[:30])
+    registered: list[str] = []
+    monkeypatch.setattr("fcil.deploy.serving.register", lambda place, key: registered.append(key.stem))
+    told, tried = list[str](), set[tuple[Path, int]]()
+    for _ in range(3):
+        _admit(tmp_path, tls, tried, told.append)
+    assert registered == ["berta"] and len(told) == 2
+    assert "anna.pub is not a public key of `fcil certs`" in told[0] and told[1] == "node berta may join"
+    bad.write_bytes(whole)
+    os.utime(bad, (1, 1))
+    _admit(tmp_path, tls, tried, told.append)
+    assert registered == ["berta", "anna"]
+
+
+def test_a_flower_that_does_not_end_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"flwr supernode register did not end within 0 s"):
+        flwr(tmp_path, "supernode", "register", "x", patience=0.01)
+
+
+def test_why_a_node_was_not_admitted_is_read_from_flowers_own_code() -> None:
+    seat = Seat(Address("h", 1), "anna", Path(), Path(), None, None)
+    id = "INFO :      Receiving: query.fcil message (ID: 4cbd2af6d32001c00d2004)\n"
+    key = "ERROR :     Exit Code: 305\n[code: 2001] SuperNode registration is disabled.\n"
+    late = "ERROR :     Exit Code: 305\n[code: 2004] Failed to activate SuperNode.\n"
+    assert "admits nodes with a key only" in why_not(id + key, seat)[0]
+    assert "did not admit node anna" in why_not(id + late, seat)[0] and why_not(id + late, seat)[1]
+    assert "SuperNode ended: it was killed" in why_not(id + "it was killed", seat)[0]
+    assert "SuperNode ended: it was killed" in why_not(late + 100 * id + "it was killed", seat)[0]
+
+
+def test_status_says_how_old_it_is_and_who_is_online_only_while_that_is_known(tmp_path: Path) -> None:
+    Terms().write(tmp_path)
+    seen = {"name": "anna", "classes": {}, "last": 1.0, "down": 0, "up": 0, "answers": 0, "refused": 0, "why": ""}
+    for age, now in ((30, "online"), (300, "unknown")):
+        found = {"nodes": [{**seen, "online": True}], "written": time.time() - age}
+        (tmp_path / "nodes.json").write_text(json.dumps(found))
+        shown = fcil("status", tmp_path).stdout
+        assert now in shown and "as the server saw it" in shown
+        assert ("online" in shown) == (now == "online")
+    for damage in ('{"nodes": [{}], "written": 1}', '{"nod', "[]", "{}"):
+        (tmp_path / "nodes.json").write_text(damage)
+        assert "nodes.json cannot be read" in said(fcil("status", tmp_path))
 
 
 def test_certificates_are_made_once_and_only_their_owner_reads_keys(tmp_path: Path) -> None:
@@ -166,7 +235,7 @@ def test_flower_sends_nothing_home_and_installs_nothing(tmp_path: Path) -> None:
 def test_addresses_are_read_as_people_write_them() -> None:
     assert str(Address.read("[::1]:9092", "--listen")) == "[::1]:9092"
     assert Address.read("0.0.0.0:9092", "--listen").near.host == "127.0.0.1"
-    for wrong in ("", "host", "host:", ":1", "host:0", "host:70000", "host:x"):
+    for wrong in ("", "host", "host:", ":1", "host:0", "host:70000", "host:x", "host:²", "host:٣"):
         with pytest.raises(UserError, match="takes HOST:PORT"):
             Address.read(wrong, "--listen")
 

@@ -1,15 +1,19 @@
 """Every method behind the Flower app, in one process: the messages, the ClientApp and the wire are the real ones."""
 
+import io
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("flwr", reason="needs the extra flower")
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Context, Error, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
+from fcil.deploy import flower
 from fcil.deploy.asking import Rules
 from fcil.deploy.flower import FlowerWire, client_app
 from fcil.deploy.local import LocalWire, nodes_of
@@ -109,3 +113,85 @@ def test_an_answer_that_never_comes_is_not_waited_for_for_ever(tmp_path: Path, t
     grid = LoopbackGrid(three, tmp_path / "state")
     grid.pull_messages = lambda ids: []  # type: ignore[method-assign]
     assert FlowerWire(grid, 0.5).exchange({900: Request("look", {"version": 1}, {})}) == {}
+
+
+def header(kind: str, shape: tuple[int, ...]) -> bytes:
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": kind, "fortran_order": False, "shape": shape})
+    return file.getvalue()
+
+
+BROKEN = {
+    "nothing": b"",
+    "a torn zip": b"PK\x03\x04junk",
+    "room for 10**14 numbers": header("<f4", (10**14,)),
+    "a shape below nothing": header("<f4", (3, -1)),
+    "too few bytes": header("<f4", (2,)) + bytes(4),
+    "too many bytes": header("<f4", (2,)) + bytes(12),
+    "complex numbers": header("<c8", (1,)) + bytes(8),
+    "objects": header("|O", (1,)) + bytes(8),
+}
+
+
+def opened(text: str, **arrays: bytes) -> str:
+    tensors = ArrayRecord({n: Array("float32", (1,), "numpy.ndarray", data) for n, data in arrays.items()})
+    message = SimpleNamespace(content={"facts": {"json": text}, "tensors": tensors})
+    return flower._opened(message).error  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_an_array_that_is_not_what_it_says_is_a_sentence(what: str) -> None:
+    assert opened("{}", x=BROKEN[what]).startswith("its reply cannot be read (")
+
+
+def test_facts_that_are_none_are_a_sentence() -> None:
+    assert "RecursionError" in opened("[" * 200_000)
+    assert "AttributeError" in opened("3") and "JSONDecodeError" in opened("")
+    assert opened('{"error": "a\\nb"}') == "a?b"
+
+
+def test_a_reply_has_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = header("<f4", (2,)) + bytes(8)
+    assert opened("{}", x=whole) == ""
+    monkeypatch.setattr(flower, "MOST_BYTES", len(whole))
+    assert "and at most" in opened("{}", x=whole)
+
+
+def test_a_message_that_flower_cannot_read_takes_no_other_along(tmp_path: Path, three: list[Path]) -> None:
+    grid = LoopbackGrid(three, tmp_path / "state")
+    pull = grid.pull_messages
+
+    def torn(ids: list[str]) -> list[Message]:
+        found = pull(ids)
+        if any(message.metadata.src_node_id == 899 for message in found):
+            raise ValueError("no such object")
+        return found
+
+    grid.pull_messages = torn  # type: ignore[method-assign]
+    came = FlowerWire(grid, 60).exchange({a: Request("look", {"version": 1}, {}) for a in grid.get_node_ids()})
+    assert came[899].error == "its reply cannot be read (ValueError: no such object)"
+    assert came[900].facts["name"] == "anna" and came[898].facts["name"] == "carla"
+
+
+def test_a_superlink_that_is_gone_is_no_reply(tmp_path: Path, three: list[Path]) -> None:
+    grid = LoopbackGrid(three, tmp_path / "state")
+
+    def gone(ids: list[str]) -> list[Message]:
+        raise ConnectionError("gone")
+
+    grid.pull_messages = gone  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError):
+        FlowerWire(grid, 60).exchange({900: Request("look", {"version": 1}, {})})
+
+
+def test_who_one_is_must_be_said_soon_and_a_training_may_take_its_time(
+    tmp_path: Path, three: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid, clock = LoopbackGrid(three, tmp_path / "state"), [0.0]
+    grid.pull_messages = lambda ids: []  # type: ignore[method-assign]
+    monkeypatch.setattr("fcil.deploy.flower.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("fcil.deploy.flower.time.sleep", lambda s: clock.__setitem__(0, clock[0] + s))
+    for kind, most in (("look", 61.0), ("ask", 1801.0)):
+        clock[0] = 0.0
+        assert FlowerWire(grid, 1800).exchange({900: Request(kind, {"version": 1}, {})}) == {}
+        assert most - 2 < clock[0] < most

@@ -62,6 +62,23 @@ class Losing(LocalWire):
         return replies
 
 
+class Rogue(LocalWire):
+    """A wire to nodes of which the last answers as it likes."""
+
+    def __init__(self, nodes: Any, twist: Callable[[Request, Reply], Reply]):
+        super().__init__(nodes)
+        self.twist = twist
+
+    def exchange(self, mail: Mapping[int, Request]) -> dict[int, Reply]:
+        replies = super().exchange(mail)
+        return {a: self.twist(mail[a], r) if a == len(self.nodes) - 1 else r for a, r in replies.items()}
+
+
+def telling(kind: str, **facts: Any) -> Callable[[Request, Reply], Reply]:
+    """Return what lets a node tell other facts when it is asked for `kind`."""
+    return lambda asked, r: Reply({**r.facts, **facts}, r.tensors) if asked.kind == kind else r
+
+
 def changed(reply: Reply, **tensors: torch.Tensor) -> Reply:
     return Reply(reply.facts, {**reply.tensors, **tensors})
 
@@ -226,6 +243,114 @@ def test_a_wrong_reply_is_refused_by_name_and_the_round_goes_on(tmp_path: Path, 
     assert all(torch.isfinite(t).all() for t in weights(tmp_path / "run").values() if t.is_floating_point())
 
 
+UNREADABLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "endless memory": ("ask", {"kept": float("inf")}),
+    "endless images": ("ask", {"images": float("inf")}),
+    "more images than can be": ("ask", {"images": 10**8}),
+    "a loss beyond numbers": ("ask", {"loss": 10**400}),
+    "no step": ("ask", {"step": None}),
+    "endless right answers": ("evaluate", {"correct": [float("inf")] * 2}),
+    "more held out than can be": ("evaluate", {"total": [10**8] * 2}),
+    "fewer than nothing": ("evaluate", {"held": [-1] * 2}),
+    "no counts": ("evaluate", {"held": None}),
+    "endless classes": ("evaluate", {"classes": {"x": float("inf")}}),
+}
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_facts_that_cannot_be_are_refused_and_the_server_goes_on(tmp_path: Path, three: list[Path], what: str) -> None:
+    kind, facts = UNREADABLE[what]
+    rules, wanted = replace(RULES, min_nodes=2), plan_of("finetune", rounds=1, tasks=1)
+    list(run(wanted, tmp_path / "run", three, wire=Rogue, rules=rules, twist=telling(kind, **facts)))
+    seen = json.loads((tmp_path / "run" / "nodes.json").read_text())["nodes"]
+    assert [node["refused"] > 0 for node in seen] == [False, False, True]
+
+
+def test_complex_numbers_are_refused(tmp_path: Path, three: list[Path]) -> None:
+    def twist(asked: Request, reply: Reply) -> Reply:
+        return Reply(reply.facts, {name: t.to(torch.complex64) for name, t in reply.tensors.items()})
+
+    rules, wanted = replace(RULES, min_nodes=2), plan_of("icarl", rounds=1, tasks=1)
+    list(run(wanted, tmp_path / "run", three, wire=Rogue, rules=rules, twist=twist))
+    refused = [said for said in LOGS[str(tmp_path / "run")] if "refused" in said]
+    assert refused and all("carla" in said and "is complex" in said for said in refused)
+
+
+STRANGERS: dict[str, dict[str, Any]] = {
+    "allowed are 0 to 10,000,000": {"classes": {"x": float("inf")}},
+    "counts -5": {"classes": {"x": -5}},
+    "counts 10000001": {"classes": {"x": 10_000_001}},
+    "'' is no class": {"classes": {"": 3}},
+    "' ' is no class": {"classes": {" ": 3}},
+    "is no class; a name has 1 to 200 letters": {"classes": {"x" * 201: 3}},
+    "tells of 10,001 classes": {"classes": {str(j): 1 for j in range(10_001)}},
+    "'' is no name of a node": {"name": ""},
+    "is no name of a node; it has 1 to 200 letters": {"name": "x" * 201},
+    "has no attribute": {"classes": "none"},
+}
+
+
+@pytest.mark.parametrize("why", STRANGERS)
+def test_who_says_what_cannot_be_is_left_out(tmp_path: Path, three: list[Path], why: str) -> None:
+    rules, wanted = replace(RULES, min_nodes=2), plan_of("finetune", rounds=1, tasks=1)
+    twist = telling("look", **STRANGERS[why])
+    lines = list(run(wanted, tmp_path / "run", three, wire=Rogue, rules=rules, twist=twist))
+    (said,) = LOGS[str(tmp_path / "run")][:1]
+    assert said.startswith("the node at 2 did not say who it is: ") and why.removeprefix("has no") in said
+    assert [line["clients"] for line in lines if line["kind"] == "task"] == [2]
+
+
+def test_what_nodes_write_is_shown_as_one_short_line(tmp_path: Path, three: list[Path]) -> None:
+    def twist(asked: Request, reply: Reply) -> Reply:
+        if asked.kind == "look":
+            return Reply({**reply.facts, "name": "carla\x1b[2J\n"}, {})
+        return Reply({}, {}, "x" * 2_000_000 + "\x1b[2J") if asked.kind == ASK else reply
+
+    rules, wanted = replace(RULES, min_nodes=2), plan_of("finetune", rounds=1, tasks=1)
+    list(run(wanted, tmp_path / "run", three, wire=Rogue, rules=rules, twist=twist))
+    seen = json.loads((tmp_path / "run" / "nodes.json").read_text())["nodes"][2]
+    assert seen["name"] == "carla?[2J?" and seen["why"] == "x" * 300
+    assert all(said.isprintable() and len(said) < 400 for said in LOGS[str(tmp_path / "run")])
+
+
+def test_one_address_is_one_node_whatever_it_calls_itself(tmp_path: Path, three: list[Path]) -> None:
+    from fcil.deploy.server import Federation
+
+    names, log, place = iter(["carla", "dora", "emma", "frieda"]), list[str](), tmp_path / "run"
+    place.mkdir()
+    wire = Rogue(nodes_of(three, place / "nodes", "cpu"), lambda q, r: Reply({**r.facts, "name": next(names)}, {}))
+    made = Federation(plan_of(), place, wire, RULES, log.append, 8)
+    made.asking.gather(3)
+    for _ in range(3):
+        made.asking.look(made.roster.addresses.values())
+    assert [node.name for node in made.roster.nodes] == ["anna", "berta", "carla"]
+    assert made.roster.addresses == {0: 0, 1: 1, 2: 2}
+    assert log == ["node 'carla' now calls itself 'dora', and is not listened to as that"]
+
+
+def test_a_stranger_that_says_nothing_is_asked_more_and_more_rarely(
+    tmp_path: Path, three: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fcil.deploy.server import Federation
+
+    class Silent(LocalWire):
+        asked: list[float] = []
+
+        def exchange(self, mail: Mapping[int, Request]) -> dict[int, Reply]:
+            if 2 in mail:
+                self.asked.append(clock[0])
+            return super().exchange({a: request for a, request in mail.items() if a != 2})
+
+    (tmp_path / "run").mkdir()
+    nodes, clock = nodes_of(three, tmp_path / "run" / "nodes", "cpu"), [0.0]
+    made = Federation(plan_of(), tmp_path / "run", Silent(nodes), RULES, lambda _: None, 8)
+    monkeypatch.setattr("fcil.deploy.asking.time.monotonic", lambda: clock[0])
+    for second in range(1, 1001):
+        clock[0] = float(second)
+        made.asking.gather(2)
+    assert Silent.asked == [1, 62, 183, 424, 905]
+
+
 def test_a_memory_over_its_budget_stops_a_simulation_and_is_not_kept(
     tmp_path: Path, three: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +366,12 @@ def test_a_memory_over_its_budget_stops_a_simulation_and_is_not_kept(
     assert not list((tmp_path / "run").rglob("memory-*.safetensors"))
 
 
+def trained_on(place: Path, node: str) -> list[dict[str, int]]:
+    """Return how many images of each class a node trained on, by task."""
+    (images,) = (place / "nodes" / node).glob("*/images")
+    return [json.loads(path.read_text())["held"] for path in sorted(images.glob("[0-9].json"))]
+
+
 def test_a_known_class_at_a_new_node_is_ordinary_data(tmp_path: Path) -> None:
     first = digits_into(tmp_path / "data" / "anna", (0, 1), 0)
     second = digits_into(tmp_path / "data" / "berta", (1, 2), 20)
@@ -252,9 +383,22 @@ def test_a_known_class_at_a_new_node_is_ordinary_data(tmp_path: Path) -> None:
             rules=replace(RULES, min_nodes=2),
         )
     )
-    held = [line for line in read(tmp_path / "run" / "ledger.jsonl") if line["kind"] == "task"]
     assert read_result(tmp_path / "run")["classes"] == ["eins", "null", "zwei"]
-    assert [len(line["per_class"]) for line in held] == [1, 2, 3]
+    assert [set(task) for task in trained_on(tmp_path / "run", "anna")] == [{"0"}, {"1"}, set()]
+    assert [set(task) for task in trained_on(tmp_path / "run", "berta")] == [{"0"}, set(), {"2"}]
+
+
+def test_a_known_class_that_arrives_later_is_trained_on_where_it_arrives(tmp_path: Path) -> None:
+    first = digits_into(tmp_path / "data" / "anna", (0, 1), 0)
+    second = digits_into(tmp_path / "data" / "berta", (0,), 20)
+    rules, wanted = replace(RULES, min_nodes=2), plan_of("finetune", classes_per_task=10)
+    list(run(wanted, tmp_path / "run", [first, second], rules=rules))
+    (tmp_path / "run" / "result.json").unlink()
+    digits_into(second, (1, 2), 40)  # one that anna has had, and one that nobody has
+    list(run(wanted, tmp_path / "run", [first, second], rules=rules))
+    assert trained_on(tmp_path / "run", "berta")[0].keys() == {"1"}
+    assert trained_on(tmp_path / "run", "berta")[1].keys() == {"0", "2"}
+    assert trained_on(tmp_path / "run", "anna")[1] == {}
 
 
 def test_classes_that_come_later_make_a_new_task_and_old_images_are_gone(tmp_path: Path, three: list[Path]) -> None:
@@ -269,6 +413,72 @@ def test_classes_that_come_later_make_a_new_task_and_old_images_are_gone(tmp_pat
     result = read_result(tmp_path / "run")
     assert result["classes"] == ["drei", "eins", "null", "zwei", "sieben"]
     assert len(result["matrix"]) == 2
+    for node in ("anna", "berta", "carla"):
+        first, second = trained_on(tmp_path / "run", node)
+        assert first.keys() == {"0", "1", "2", "3"} and second.keys() == ({"4"} if node == "anna" else set())
+        (images,) = (tmp_path / "run" / "nodes" / node).glob("*/images")
+        assert [path.name for path in images.glob("train-*")] == ["train-1.safetensors"]
+
+
+def test_a_run_that_starts_over_is_another_experiment_to_its_nodes(tmp_path: Path, three: list[Path]) -> None:
+    wanted, place = plan_of("icarl"), tmp_path / "run"
+    list(run(wanted, tmp_path / "whole", three))
+    list(run(wanted, place, three))
+    before = json.loads((place / "experiment.json").read_text())["experiment"]
+    (place / "result.json").unlink()
+    shutil.rmtree(place / "checkpoint")
+    list(run(wanted, place, three))
+    after = json.loads((place / "experiment.json").read_text())
+    assert after["experiment"] != before and after["life"] == 1
+    assert {path.name for path in (place / "nodes" / "anna").iterdir()} == {before, after["experiment"]}
+    assert same(tmp_path / "whole", place) and (place / "ledger.jsonl.lost").exists()
+    assert [said for said in LOGS[str(place)] if "starts over" in said] and verify(place) == []
+
+
+class Late(LocalWire):
+    """A wire to nodes of which the last comes when some questions have been asked; it may take the server down."""
+
+    def __init__(self, nodes: Any, after: int, crash: int = 0):
+        super().__init__(nodes)
+        self.after, self.crash, self.asked = after, crash, 0
+
+    def online(self) -> list[int]:
+        return super().online() if self.asked >= self.after else super().online()[:-1]
+
+    def exchange(self, mail: Mapping[int, Request]) -> dict[int, Reply]:
+        replies = super().exchange(mail)
+        if any(request.kind == ASK for request in mail.values()):
+            self.asked += 1
+            if self.asked == self.crash:
+                raise Stopped
+        return replies
+
+
+@pytest.mark.parametrize("method", FILES)
+def test_a_node_that_comes_in_a_task_takes_part_from_its_next_round(
+    tmp_path: Path, three: list[Path], method: str
+) -> None:
+    rules, wanted = replace(RULES, min_nodes=2), plan_of(method, rounds=3, tasks=1)
+    list(run(wanted, tmp_path / "run", three, wire=Late, rules=rules, after=1))
+    lines = read(tmp_path / "run" / "ledger.jsonl")
+    assert lines[-1]["kind"] == "task" and lines[-1]["clients"] == 3
+    assert any("node carla takes part in task 1 from the next round on" in said for said in LOGS[str(tmp_path / "run")])
+    assert trained_on(tmp_path / "run", "carla") != [{}]
+    assert all(torch.isfinite(t).all() for t in weights(tmp_path / "run").values() if t.is_floating_point())
+
+
+@pytest.mark.parametrize("at", range(2, 8))
+def test_a_server_that_crashes_after_a_node_has_come_goes_on_with_it(
+    tmp_path: Path, three: list[Path], at: int
+) -> None:
+    rules, wanted = replace(RULES, min_nodes=2), plan_of("hr", rounds=4, tasks=1)
+    list(run(wanted, tmp_path / "whole", three, wire=Late, rules=rules, after=1))
+    with pytest.raises(Stopped):
+        list(run(wanted, tmp_path / "run", three, wire=Late, rules=rules, after=1, crash=at))
+    list(run(wanted, tmp_path / "run", three, rules=rules))
+    assert same(tmp_path / "whole", tmp_path / "run")
+    without = [[{**line, "seconds": 0} for line in read(tmp_path / p / "ledger.jsonl")[1:]] for p in ("whole", "run")]
+    assert without[0] == without[1] and without[0][-1]["clients"] == 3
 
 
 def test_enough_nodes_must_report_new_classes(tmp_path: Path, three: list[Path]) -> None:
@@ -278,11 +488,13 @@ def test_enough_nodes_must_report_new_classes(tmp_path: Path, three: list[Path])
     nodes = nodes_of(three, tmp_path / "run" / "nodes", "cpu")
     (tmp_path / "run").mkdir()
     due = []
-    for rules in (Rules(3, 1), Rules(3, 3), Rules(3, 4), Rules(3, 4, every=0.001)):
+    for rules in (Rules(3, 1), Rules(3, 3), Rules(3, 4), Rules(3, 4, every=3600)):
         made = Federation(plan_of(), tmp_path / "run", LocalWire(nodes), rules, lambda _: None, 8)
         made.asking.gather(3)
         due.append(made._due())
-    assert due == [True, True, False, True]
+    assert due == [True, True, False, False]
+    made.begun -= 3600  # an hour after the server began
+    assert made._due()
 
 
 def test_tables_double_and_what_was_learned_stays(tmp_path: Path, three: list[Path]) -> None:

@@ -101,6 +101,19 @@ def test_versions_that_no_server_can_go_back_to_are_removed(tmp_path: Path) -> N
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
 
 
+@pytest.mark.parametrize("how", ["gone", "torn"])
+def test_where_the_last_answer_is_lost_the_memories_tell_it(tmp_path: Path, how: str) -> None:
+    versions = Versions(tmp_path)
+    for life, step in ((1, 2), (1, 8), (2, 6)):
+        versions.apply(Place(life, 0, step), memory(step))
+    if how == "gone":
+        (tmp_path / "applied.json").unlink()
+    else:
+        (tmp_path / "applied.json").write_text('{"lif')
+    assert versions.applied == Place(2, 0, 6)
+    assert versions.applied.is_after(1, 9) and versions.applied.is_after(2, 5) and not versions.applied.is_after(2, 6)
+
+
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=12), st.data())
 def test_whatever_is_asked_again_ends_as_if_asked_once(
     tmp_path_factory: pytest.TempPathFactory, steps: list[int], data: st.DataObject
