@@ -98,7 +98,9 @@ class Asking:
         """Wait until so many nodes are there; look at those that are new."""
         said = False
         while True:
-            strangers = self.roster.keep_only(self.wire.online())
+            strangers = self.roster.keep_only(online := self.wire.online())
+            if not self.roster.nodes and len(online) < least:
+                strangers = set()  # the first ones are numbered together, by name, in whatever order they came
             self.strange = {a: rest for a, rest in self.strange.items() if a in strangers}
             if new := [a for a in sorted(strangers) if a not in self.strange or self.strange[a][0] < time.monotonic()]:
                 self.look(new)

@@ -61,7 +61,7 @@ class Federation:
         protocol = replace(wanted.protocol, quorum=max(wanted.protocol.quorum, rules.min_nodes))
         self.door = Door(
             self.asking, self.roster, protocol, wanted.seed, experiment=self.experiment, wait=self.asking.wait,
-            journal=partial(append_line, folder / "releases.log"),
+            journal=partial(append_line, folder / "releases.log"), told=self.asking.refuse,
         )  # fmt: skip
         self.checkpoints = Checkpoints(folder / "checkpoint", every=0)
         self.capacity, self.saved, self.offset = capacity, (0, 0), 0
@@ -80,8 +80,6 @@ class Federation:
             self.asking.gather(self.rules.min_nodes)
             while self._next_task(ledger):
                 for line in self._learn(Task(len(self.groups) - 1, tuple(self.groups))):
-                    for refused in line.get("refused", []):
-                        self.asking.refuse(refused["client"], f"to {refused['answer']}: it {refused['why']}")
                     ledger.append(line)
                     self._save(ledger)
                     yield line
