@@ -8,7 +8,7 @@ demo: $(VENV)/core  ## set up, and run the default method on the digits
 	$(BIN)/fcil run
 
 test: $(VENV)/dev  ## set up, and pass the tests
-	$(BIN)/python -m pytest -n 3
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 check: $(VENV)/dev  ## ruff, ruff format, mypy
 	$(BIN)/ruff check .
