@@ -18,7 +18,7 @@ def enlarged(x: Tensor, factor: int) -> Tensor:
 
 
 def convolved_large(convolution: nn.Conv2d, x: Tensor, factor: int) -> Tensor:
-    """Return what a 3x3 convolution makes of enlarged maps; a GPU never makes them, which takes it half the time."""
+    """Return what a 3x3 convolution makes of enlarged maps; a GPU never makes these: a twenty-fifth of a round less."""
     if x.is_cuda:
         return transposed(convolution, x, factor)
     result: Tensor = convolution(enlarged(x, factor))
