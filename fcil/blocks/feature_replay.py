@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fcil.blocks.exemplars import labels_of, room_for_one, shares
+from fcil.blocks.exemplars import labels_of, room_for_one, shares, sources
+from fcil.blocks.inversion import inverted
 from fcil.blocks.losses import masked
 from fcil.errors import UserError
 from fcil.records import ByClass, record
@@ -146,3 +147,21 @@ def mixed_cross_entropy(logits: Tensor, labels: Tensor, others: Tensor, share: T
     said = masked(logits, classes).log_softmax(1)
     own, other = (said.gather(1, which[:, None])[:, 0] for which in (labels, others))
     return -(share * own + (1 - share) * other).mean()
+
+
+def looked_up(
+    memory: Memory, data: LocalData, codes: Tensor, lower: nn.Sequential, shape: tuple[int, int, int],
+    maps: Callable[[Tensor], Tensor],
+) -> tuple[ByClass, ByClass]:  # fmt: skip
+    """Return by class the images that codes in memory came from, and images that have the maps which codes give back.
+
+    `codes` are those of all of the client's images; images are found as nearly as a search through `lower` finds them.
+    """
+    held = {j: memory.codes[j] for j in data.classes() if j in memory.codes}
+    if not held:
+        return {}, {}
+    rows = {j: (data.labels == j).nonzero()[:, 0] for j in held}
+    real = {j: data.images[rows[j][sources(own, codes[rows[j]])]] for j, own in held.items()}
+    wanted, normalise = maps(torch.cat(list(held.values()))), lower[0]
+    found = inverted(lower, wanted, normalise, shape)  # type: ignore[arg-type]
+    return real, dict(zip(held, torch.split(found, [len(own) for own in held.values()]), strict=True))

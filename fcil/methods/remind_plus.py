@@ -19,9 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fcil.blocks.exemplars import sources
-from fcil.blocks.feature_replay import Memory, due, keep, portions, recalled, replay_loss, room_for
-from fcil.blocks.inversion import inverted
+from fcil.blocks.feature_replay import Memory, due, keep, looked_up, portions, recalled, replay_loss, room_for
 from fcil.blocks.losses import cross_entropy, masked
 from fcil.blocks.quantizer import Cells, cells, code_bytes, coded, decoded, no_codebooks, quantised, vectors
 from fcil.blocks.training import in_parts, loaded, weights_of
@@ -221,17 +219,13 @@ class Client:
 
     def exposed(self, memory: Memory, data: LocalData, message: Model) -> Exposed:
         """Show images that have the maps which codes give back, as nearly as a search finds them."""
-        held = {j: memory.codes[j] for j in data.classes() if j in memory.codes}
-        if not held:
-            return Exposed({}, {})
-        every, rows = self.codes(data, message), {j: (data.labels == j).nonzero()[:, 0] for j in held}
-        real = {j: data.images[rows[j][sources(own, every[rows[j]])]] for j, own in held.items()}
-        net: Any = loaded(self.net, message.weights)
-        codes = torch.cat(list(held.values()))
+        codes, net = self.codes(data, message), loaded(self.net, message.weights)
         loaded(self.autoencoder, message.autoencoder)
-        wanted = self.autoencoder.decode(decoded(message.codebooks, codes, self.shape)).detach()
-        found = inverted(net.lower, wanted, net.lower[0], self.setting.shape)
-        return Exposed(real, dict(zip(held, torch.split(found, [len(own) for own in held.values()]), strict=True)))
+
+        def maps(codes: Tensor) -> Tensor:
+            return self.autoencoder.decode(decoded(message.codebooks, codes, self.shape)).detach()
+
+        return Exposed(*looked_up(memory, data, codes, net.lower, self.setting.shape, maps))  # type: ignore[arg-type]
 
     def predict(self, message: Model, images: Tensor) -> Tensor:
         net: Any = loaded(self.net, message.weights)
