@@ -37,7 +37,7 @@ class Saved:
 
 
 class Checkpoints:
-    """Saves to `folder` in the background, at most every `every` seconds."""
+    """Saves to `folder` in the background, at most every `every` seconds; 0 is after each round, waiting if need be."""
 
     def __init__(self, folder: Path, every: float = 10.0):
         self.folder, self.every = folder, every
@@ -50,7 +50,7 @@ class Checkpoints:
 
     def due(self) -> bool:
         """Tell whether enough time has passed, and the last checkpoint is on disk."""
-        return time.monotonic() - self._last >= self.every and not self._busy()
+        return self.every == 0 or (time.monotonic() - self._last >= self.every and not self._busy())
 
     def save(self, facts: Mapping[str, Any], state: Weights, memories: Callable[[bool], Mapping[int, Weights]]) -> None:
         """Copy now, write in the background; `memories(all)` gives the changed memories, or all of them."""
