@@ -66,7 +66,7 @@ def _hear_ctrl_c() -> None:
 
 def ended(process: subprocess.Popen[str]) -> Said:
     """Wait for a process to end."""
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=900)
     return Said(process.returncode, out or "", err or "")
 
 
