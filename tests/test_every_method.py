@@ -21,12 +21,13 @@ from fcil.methods import METHODS, family
 from fcil.plan import Plan
 from fcil.records import Weights, flatten, size_in_bytes, unflatten
 from fcil.scenario.scenario import Scenario
-from tests.conftest import TINY, tiny_plan
+from tests.conftest import FILES, TINY, tiny_plan
 
 LEARNS_ALONE: dict[str, dict[str, int]] = {"fedspace": {"pretrain": 0}}  # how to keep a server from training alone
 DECLARED: dict[str, set[str]] = {}  # method -> fields of its replies that hold images or what looks like them
 
 every_method = pytest.mark.parametrize("method", METHODS)
+every_file = pytest.mark.parametrize("method", FILES)  # where ablations run the same lines
 
 
 @pytest.fixture(autouse=True)
@@ -169,7 +170,7 @@ def test_learns_every_task_a_little(method: str) -> None:
 # -- repeating --------------------------------------------------------------------------------------------------------
 
 
-@every_method
+@every_file
 def test_the_same_seed_gives_the_same_bits(method: str) -> None:
     (one, first), (other, second) = watched(method), finished(method)
     assert timeless(first) == timeless(second)
@@ -177,20 +178,20 @@ def test_the_same_seed_gives_the_same_bits(method: str) -> None:
     assert equal(flatten(one.server.state), flatten(other.server.state))
 
 
-@every_method
+@every_file
 def test_another_seed_gives_others(method: str) -> None:
     (one, _), (other, _) = watched(method), finished(method, seed=1, rounds=1, benchmark=replace(TINY, tasks=1))
     assert not equal(flatten(one.server.broadcast()), flatten(other.server.broadcast()))
 
 
-@every_method
+@every_file
 def test_answers_do_not_depend_on_who_answers_first(method: str) -> None:
     (one, first), (other, second) = watched(method), finished(method, Backwards)
     assert timeless(first) == timeless(second)
     assert equal(flatten(one.server.state), flatten(other.server.state))
 
 
-@every_method
+@every_file
 def test_goes_on_from_its_records_as_if_nothing_had_been(method: str) -> None:
     """After every line a new server, engine and door take over: all they get is state, memories and cursor."""
     _, expected = watched(method)
@@ -251,13 +252,13 @@ def all_finite(parts: Parts) -> bool:
 # -- what is sent and kept --------------------------------------------------------------------------------------------
 
 
-@every_method
+@every_file
 def test_no_client_changes_the_message_it_was_sent(method: str) -> None:
     for seen in watched(method)[0].transport.seen:
         assert equal(seen.sent, flatten(seen.message)), (seen.handler, seen.client)
 
 
-@every_method
+@every_file
 def test_only_records_are_sent_and_kept(method: str) -> None:
     parts, _ = watched(method)
     assert is_record(parts.server.state) and is_record(parts.server.broadcast())
@@ -338,7 +339,7 @@ def test_an_image_that_leaves_would_be_seen() -> None:
 # -- classifying ------------------------------------------------------------------------------------------------------
 
 
-@every_method
+@every_file
 def test_predict_scores_every_class_and_rules_out_those_not_seen(method: str) -> None:
     parts = parts_of(tiny_plan(method, rounds=1, steps=1))
     for line in learn(parts.scenario, parts.server, parts.door, parts.engine):
@@ -354,7 +355,7 @@ def test_predict_scores_every_class_and_rules_out_those_not_seen(method: str) ->
         assert torch.allclose(one, scores[:1], atol=1e-5), "an image's scores do not depend on those beside it"
 
 
-@every_method
+@every_file
 def test_predicting_changes_nothing(method: str) -> None:
     parts, _ = watched(method)
     before = copied(flatten(parts.server.state))
