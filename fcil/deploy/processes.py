@@ -21,6 +21,7 @@ import fcil
 from fcil.errors import UserError
 
 CONNECTION = "fcil"  # what flwr's config.toml calls the SuperLink
+KEY_IN_USE = "[code: 23]"  # Flower's error for a public key that is registered already
 PDEATHSIG = 1  # of prctl(2)
 
 
@@ -192,10 +193,22 @@ def await_listening(address: Address, process: "subprocess.Popen[bytes]", log: P
 
 def register(home: Path, key: Path) -> None:
     """Admit a node by its public key; one that was admitted before stays so."""
-    done = flwr(home, "supernode", "register", str(key), CONNECTION, "--name", key.stem)
-    said = " ".join((done.stdout + done.stderr).split())
-    if done.returncode and not any(word in said.lower() for word in ("already", "in use", "2002")):
-        raise UserError(f"node {key.stem} was not admitted: {said[-300:]}")
+    done = flwr(home, "supernode", "register", str(key), CONNECTION, "--name", key.stem, "--format", "json")
+    why = not_registered(done.stdout, done.stderr)
+    if why and KEY_IN_USE not in why:
+        raise UserError(f"node {key.stem} was not admitted: {why[-300:]}")
+
+
+def not_registered(stdout: str, stderr: str) -> str:
+    """Read what `flwr supernode register --format json` says: why it did not, or nothing if it did."""
+    try:
+        found = json.loads(stdout)
+        if found["success"] is True:
+            return ""
+        said = str(found["error-message"])
+    except (ValueError, KeyError, TypeError):
+        said = f"{stdout} {stderr}"
+    return " ".join(said.split()) or "Flower said nothing"
 
 
 def submit(home: Path, run: Path) -> None:
