@@ -107,11 +107,12 @@ def start(command: Sequence[str], home: Path, log: Path) -> "subprocess.Popen[by
     with log.open("ab") as file:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment(home),
-            start_new_session=True, preexec_fn=_die_with_us,
+            start_new_session=True, preexec_fn=die_with_us,
         )  # fmt: skip
 
 
-def _die_with_us() -> None:
+def die_with_us() -> None:
+    """Let a program that is about to start be ended when the one that starts it is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGTERM)
 
