@@ -21,6 +21,7 @@ from fcil.deploy.messages import Request
 from fcil.deploy.server import serve
 from fcil.federation import versions
 from fcil.records import Weights
+from fcil.results.ledger import read
 from fcil.results.runs import read_result
 from tests.deployment.test_server import FILES, plan_of, same
 
@@ -57,7 +58,9 @@ def _identity(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("method", FILES)
-def test_every_method_ends_with_the_same_weights_behind_flower(tmp_path: Path, three: list[Path], method: str) -> None:
+def test_every_method_ends_with_the_same_weights_and_ledger_behind_flower(
+    tmp_path: Path, three: list[Path], method: str
+) -> None:
     wanted = plan_of(method, rounds=1)
     here, there = tmp_path / "here", tmp_path / "there"
     for _ in serve(wanted, here, LocalWire(nodes_of(three, here / "nodes", "cpu")), RULES, lambda _: None, 8):
@@ -66,6 +69,8 @@ def test_every_method_ends_with_the_same_weights_behind_flower(tmp_path: Path, t
     for _ in serve(wanted, there, FlowerWire(grid, 60), RULES, lambda _: None, 8):
         pass
     assert same(here, there)
+    lines = [[{**line, "seconds": 0} for line in read(run / "ledger.jsonl")[1:]] for run in (here, there)]
+    assert lines[0] == lines[1], "the same bytes, losses and answers"
 
 
 def test_what_goes_wrong_on_a_node_is_told_in_a_sentence(tmp_path: Path, three: list[Path]) -> None:

@@ -1,8 +1,8 @@
 """Put on PYTHONPATH, this makes a node do what the file that ROGUE names says.
 
-nan, shapes, counts or replay: it answers nonsense. "hold train 1": it does not answer train in task 1 (they count from
-0) until the file is gone, and says in FILE.held that it has been asked. It is loaded by every Python process; only the
-one that answers for the node is changed.
+nan, shapes, counts or replay: it answers nonsense. "hold train 1": from task 1 on (they count from 0) it does not
+answer train until the file is gone, and says in FILE.held that it has been asked. It is loaded by every Python process;
+only the one that answers for the node is changed.
 """
 
 import os
@@ -19,12 +19,16 @@ if any("flwr-clientapp" in word for word in sys.orig_argv) and os.environ.get("R
 
     honest = Node.answer
 
+    def _is_held(how: str, asked: Request) -> bool:
+        what, _, task = how.removeprefix("hold ").partition(" ")
+        return how.startswith("hold ") and asked.facts["handler"] == what and asked.facts["call"]["task"] >= int(task)
+
     def answer(node: Node, asked: Request) -> Reply:
         told = Path(os.environ["ROGUE"])
         how = told.read_text().strip() if told.exists() else ""
         if asked.kind != "ask" or not how:
             return honest(node, asked)
-        if how == f"hold {asked.facts['handler']} {asked.facts['call']['task']}":
+        if _is_held(how, asked):
             Path(f"{told}.held").touch()
             while told.exists():
                 time.sleep(0.2)
