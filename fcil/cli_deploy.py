@@ -88,7 +88,7 @@ def join(
     name: Annotated[str, typer.Option(help="What this node is called; the key's name, if it has a key.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "cpu",
     patience: Annotated[
-        float, typer.Option(help="Seconds in which it tries again where the server does not admit it.", min=0)
+        float, typer.Option(help="Seconds in which it tries again where no server admits it.", min=0)
     ] = 120.0,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Without TLS and a key: on one machine, to try it.")

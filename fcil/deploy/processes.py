@@ -91,6 +91,15 @@ class Address:
                 why = "another program listens there" if error.errno == 98 else (error.strerror or str(error))
                 raise UserError(f"cannot listen on {self}: {why}; choose another --listen HOST:PORT") from None
 
+    def unreachable(self) -> str:
+        """Say why nobody can be spoken to there; nothing if somebody can."""
+        try:
+            with socket.create_connection((self.host, self.port), 10.0):
+                return ""
+        except OSError as error:
+            why = error.strerror or str(error)
+            return f"cannot reach {self}: {why}; is the server running, and does its firewall let nodes in?"
+
 
 def free_port() -> int:
     """Return a port on this machine that is free now."""
@@ -184,11 +193,9 @@ def await_listening(address: Address, process: "subprocess.Popen[bytes]", log: P
     while time.monotonic() < until:
         if process.poll() is not None:
             raise UserError(f"Flower's SuperLink ended: {last_words(log)}")
-        try:
-            with socket.create_connection((address.host, address.port), 1.0):
-                return
-        except OSError:
-            time.sleep(0.2)
+        if not address.unreachable():
+            return
+        time.sleep(0.2)
     raise UserError(f"Flower's SuperLink does not listen on {address} after {patience:.0f} s; see {log}")
 
 

@@ -108,7 +108,7 @@ class Seat:
 
 
 def join(seat: Seat, patience: float, say: Say) -> None:
-    """Be a node until stopped. Where the server does not admit it, try again for `patience` seconds; then say why."""
+    """Be a node until stopped. Where no server admits it, try again for `patience` seconds; then say why."""
     seat.check()
     with (seat.state / "lock").open("w") as lock:
         try:
@@ -116,15 +116,20 @@ def join(seat: Seat, patience: float, say: Say) -> None:
         except BlockingIOError:
             raise UserError(f"another node keeps its memory in {seat.state}; give each node its own --state") from None
         say(f"node {seat.name} joins {seat.server}; log: {seat.log}")
-        until = time.monotonic() + patience
+        until, said = time.monotonic() + patience, ""
         while True:
-            heard = seat.log.stat().st_size if seat.log.exists() else 0
-            with _running(seat.start) as process:
-                if _watched(process, seat.log, heard, lambda: say(f"node {seat.name} is admitted")):
-                    until = time.monotonic() + patience
-            why, may_pass = why_not("\n".join(_new_lines(seat.log, heard)[1]), seat)
+            why, may_pass = seat.server.unreachable(), True
+            if not why:
+                heard = seat.log.stat().st_size if seat.log.exists() else 0
+                with _running(seat.start) as process:
+                    if _watched(process, seat.log, heard, lambda: say(f"node {seat.name} is admitted")):
+                        until = time.monotonic() + patience
+                why, may_pass = why_not("\n".join(_new_lines(seat.log, heard)[1]), seat)
             if not may_pass or time.monotonic() > until:
                 raise UserError(why)
+            if why != said:
+                say(f"{why}; trying again")
+            said = why
             time.sleep(AGAIN)
 
 
