@@ -9,7 +9,7 @@ demo: $(VENV)/core  ## set up, and run the default method on the digits
 
 test: $(VENV)/dev  ## set up, and pass the tests
 	$(BIN)/python -m pytest -n 3 --dist worksteal
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m processes
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m processes tests/deployment
 
 check: $(VENV)/dev  ## ruff, ruff format, mypy
 	$(BIN)/ruff check .
