@@ -205,8 +205,11 @@ class Asking:
         return ", ".join(self.roster.nodes[client].name for client in clients) or "more"
 
     def _write_status(self) -> None:
-        self.written, online = time.monotonic(), set(self.roster.addresses)
-        nodes = [{**node, "online": number in online} for number, node in enumerate(self.roster.saved()["nodes"])]
+        self.written, online = time.monotonic(), self.roster.addresses
+        nodes = [
+            {**node, "online": number in online, "address": online.get(number)}
+            for number, node in enumerate(self.roster.saved()["nodes"])
+        ]
         task = {"task": len(self.standing.get("groups", ())), "names": self.standing.get("names", [])}
         about = {"nodes": nodes, **task, "waiting": self.waiting, "written": time.time()}
         write_text(self.status, json.dumps(about) + "\n")
