@@ -42,6 +42,8 @@ def test_a_node_is_who_its_key_says_whatever_it_calls_itself(tmp_path: Path, thr
         made.asking.look(made.roster.addresses.values())
     assert [node.name for node in made.roster.nodes] == ["anna", "berta", "carla"]
     assert made.roster.addresses == {0: 0, 1: 1, 2: 2}
+    written = json.loads((tmp_path / "run" / "nodes.json").read_text())["nodes"]
+    assert [(node["name"], node["address"]) for node in written] == [("anna", 0), ("berta", 1), ("carla", 2)]
     assert LOGS[str(tmp_path / "run")] == [
         "the node with the key of 'carla' calls itself 'anna'; it takes part as 'carla'"
     ]
