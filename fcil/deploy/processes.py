@@ -176,7 +176,7 @@ def _write_connection(folder: Path, address: Address, tls: Path | None) -> None:
     )
 
 
-def flwr(home: Path, *words: str, patience: float = 60.0) -> "subprocess.CompletedProcess[str]":
+def flwr(home: Path, *words: str, patience: float = 300.0) -> "subprocess.CompletedProcess[str]":
     """Run Flower's command line to its end."""
     command = [program("flwr"), *words]
     try:
@@ -187,7 +187,7 @@ def flwr(home: Path, *words: str, patience: float = 60.0) -> "subprocess.Complet
         ) from None
 
 
-def await_listening(address: Address, process: "subprocess.Popen[bytes]", log: Path, patience: float = 60.0) -> None:
+def await_listening(address: Address, process: "subprocess.Popen[bytes]", log: Path, patience: float = 300.0) -> None:
     """Wait until a program listens; say what it said if it ended instead."""
     until = time.monotonic() + patience
     while time.monotonic() < until:
@@ -221,7 +221,7 @@ def not_registered(stdout: str, stderr: str) -> str:
 
 def submit(home: Path, run: Path) -> None:
     """Let the SuperLink start the server's script for a run folder."""
-    done = flwr(home, "run", str(shim()), CONNECTION, "-c", f"run={json.dumps(str(run.resolve()))}", patience=120)
+    done = flwr(home, "run", str(shim()), CONNECTION, "-c", f"run={json.dumps(str(run.resolve()))}")
     if done.returncode:
         raise UserError(f"Flower did not start the run: {' '.join((done.stdout + done.stderr).split())[-300:]}")
 

@@ -147,7 +147,6 @@ class Link(Federation):
         words = {"run": f'"{run}"', "config": f'"{self.place / name}.toml"', "min-nodes": 3, "capacity": 8, **terms}
         done = flwr(
             self.home, "run", str(ROOT / "deploy"), "fcil", "-c", " ".join(f"{k}={v}" for k, v in words.items()),
-            patience=180,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return run

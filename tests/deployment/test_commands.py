@@ -31,7 +31,7 @@ from tests.deployment.federation import ROOT
 def fcil(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fcil", *map(str, words)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    return subprocess.run(command, env=env, capture_output=True, text=True, cwd=cwd, timeout=120)
+    return subprocess.run(command, env=env, capture_output=True, text=True, cwd=cwd, timeout=600)
 
 
 @pytest.fixture
