@@ -9,6 +9,7 @@ demo: $(VENV)/core  ## set up, and run the default method on the digits
 
 test: $(VENV)/dev  ## set up, and pass the tests
 	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m processes tests/deployment
 
 check: $(VENV)/dev  ## ruff, ruff format, mypy
 	$(BIN)/ruff check .
@@ -19,7 +20,6 @@ bars: $(VENV)/dev  ## the long checks behind RESULTS.md
 	$(BIN)/python -m pytest -n 0 -m bars
 
 soak: $(VENV)/dev  ## hurt a federation of real processes more than twenty times; writes results/soak.txt
-	$(BIN)/python -m pytest -n 0 -m soak
 	$(BIN)/python -m tests.deployment.soak
 
 $(VENV)/core: pyproject.toml constraints.txt

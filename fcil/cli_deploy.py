@@ -85,10 +85,10 @@ def join(
     state: Annotated[Path, typer.Option(help="Folder for what this node remembers.")],
     key: Annotated[Path | None, typer.Option(help="This node's key, of `fcil certs`.")] = None,
     ca: Annotated[Path | None, typer.Option(help="The CA's certificate [default: ca.crt beside the key]")] = None,
-    name: Annotated[str, typer.Option(help="What this node is called [default: the key's name]")] = "",
+    name: Annotated[str, typer.Option(help="What this node is called; the key's name, if it has a key.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "cpu",
     patience: Annotated[
-        float, typer.Option(help="Seconds in which it tries again where the server does not admit it.", min=0)
+        float, typer.Option(help="Seconds in which it tries again where no server admits it.", min=0)
     ] = 120.0,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Without TLS and a key: on one machine, to try it.")
@@ -163,7 +163,7 @@ def status(run: Annotated[Path, typer.Argument(help="Run folder of a server, or 
         ) from None
     console.print(f"as the server saw it {duration(age)} ago:", soft_wrap=True)
     console.print(table)
-    for sentence in why:
+    for sentence in [*why, *([found["waiting"]] if found.get("waiting") else [])]:
         console.print(sentence, soft_wrap=True)
     lines = read(run / "ledger.jsonl") if (run / "ledger.jsonl").exists() else []
     for line in [line for line in lines if line["kind"] == "task"]:

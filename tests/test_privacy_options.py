@@ -92,10 +92,20 @@ def test_what_is_small_enough_is_not_scaled() -> None:
     assert all(torch.equal(clipped[name].double(), tensor.double()) for name, tensor in flatten(small).items())
 
 
-def test_counts_stay_fit_to_divide_by() -> None:
-    came, _ = replies([said(0.0, 1, tuple(range(200)), 1)], dp="central", dp_noise=50.0)
+@pytest.mark.parametrize(("noise", "least"), [(0.04, 1.0), (5.0, 100.0)])
+def test_counts_stay_fit_to_divide_by(noise: float, least: float) -> None:
+    many = [said(0.0, 1, tuple(range(200)), 1)]
+    came, _ = replies(many, dp="central", dp_noise=noise, dp_clip="20")
     counts = torch.stack(list(came.sum("counts").values()))
-    assert counts.min() == 1.0 and counts.max() > 10
+    assert counts.min() == pytest.approx(least), "one image, or what the noise may have taken"
+    assert counts.max() > least
+
+
+def test_the_noise_of_many_replies_is_what_their_count_is_held_against() -> None:
+    protocol = Protocol(dp="local", dp_noise=5.0, dp_clip="2")
+    left = [privacy.said(said(0.0, 1, tuple(range(200)), 1), protocol, 0, client, 1) for client in range(9)]
+    counts = torch.stack(list(replies(left, dp="local", dp_noise=5.0, dp_clip="2")[0].sum("counts").values()))
+    assert counts.min() == pytest.approx(30.0) and counts.max() > 30
 
 
 # -- once, and only what is covered -----------------------------------------------------------------------------------

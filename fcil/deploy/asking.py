@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fcil.deploy.messages import ASK, EVALUATE, LOOK, VERSION, Reply, Request, shown
-from fcil.deploy.registry import normal
+from fcil.deploy.reading import answer_of, classes_of, counts_of, name_of
 from fcil.deploy.roster import Roster
-from fcil.federation.calls import Answered, Call, Origin
+from fcil.federation.calls import Answered, Call
 from fcil.files import write_text
 from fcil.records import Weights, flatten
 from fcil.scenario.tasks import Task
@@ -18,14 +18,14 @@ from fcil.scenario.tasks import Task
 Log = Callable[[str], None]
 STRANGE = 60.0  # seconds for which a node that does not say who it is, or takes another's name, is left out at first
 MOST_STRANGE = 3600.0  # they double with every time, up to these
-MOST_NAMES, LONGEST_NAME = 10_000, 200  # of classes that a node may tell, and letters in each
+FRESH = 30.0  # seconds after which what is known of the nodes is written down again, while the server waits
 
 
 class Wire(Protocol):
     """What carries questions to addresses, and answers back."""
 
-    def online(self) -> list[int]:
-        """Return the addresses that can be reached now."""
+    def online(self) -> dict[int, str]:
+        """Return the addresses that can be reached now, and whose each is by its key; "" where no key says so."""
         ...
 
     def exchange(self, mail: Mapping[int, Request]) -> dict[int, Reply]:
@@ -53,6 +53,12 @@ class Asking:
         self.most_images = most_images  # that a node may claim to have
         self.standing: dict[str, Any] = {}  # what every question of this task says
         self.strange: dict[int, tuple[float, float]] = {}  # nodes that are left out: until when, and then for how long
+        self.heard: dict[int, tuple[str, dict[str, int]]] = {}  # who the first nodes are, until they are enough
+        self.named: dict[int, str] = {}  # whose the addresses are that can be reached, by their keys
+        self.misnamed: set[int] = set()  # those that call themselves otherwise, of which it was said
+        self.question: tuple[str, Any] = "", None  # the one being asked
+        self.missing: list[int] = []  # clients that have not answered it
+        self.waiting, self.written = "", 0.0  # for what the server waits; when that was last written down
 
     def begin(self, task: Task) -> None:
         """Nothing to do: every question says which task it belongs to."""
@@ -66,7 +72,7 @@ class Asking:
         for client in who:
             if client in came:
                 try:
-                    answered = _answered(came[client], self.most_images)
+                    answered = answer_of(came[client], self.most_images)
                 except Exception as error:  # whatever a node can think of: no reason for the server to end
                     self.refuse(client, f"it cannot be read ({type(error).__name__}: {error})")
                     continue
@@ -83,52 +89,63 @@ class Asking:
             replies = self._asked(missing, EVALUATE, {"call": call._asdict()}, flatten(broadcast))
             for client, reply in replies.items():
                 try:
-                    found[client] = _counted(reply, classes, self.most_images)
+                    found[client] = counts_of(reply, classes, self.most_images)
                 except Exception as error:
                     self.refuse(client, str(error) or type(error).__name__)
             tries += 1
+        self._wait_for("")
         return found
 
     def wait(self, tries: int, sentence: str) -> None:
         """Wait a little for nodes that are missing."""
-        self.log(f"{sentence}; asking the other nodes again")
+        self._wait_for(f"{sentence}; asking again: {self._names(self.missing)}")
         time.sleep(min(self.rules.pause * tries, 30.0))
 
     def gather(self, least: int) -> None:
         """Wait until so many nodes are there; look at those that are new."""
         said = False
         while True:
-            strangers = self.roster.keep_only(online := self.wire.online())
-            if not self.roster.nodes and len(online) < least:
-                strangers = set()  # the first ones are numbered together, by name, in whatever order they came
+            self.named = online = self.wire.online()
+            strangers = self.roster.keep_only(online)
             self.strange = {a: rest for a, rest in self.strange.items() if a in strangers}
-            if new := [a for a in sorted(strangers) if a not in self.strange or self.strange[a][0] < time.monotonic()]:
-                self.look(new)
-                for a in set(new) - set(self.roster.addresses.values()):
+            self.heard = {a: told for a, told in self.heard.items() if a in strangers}
+            now = time.monotonic()
+            new = [
+                a for a in sorted(strangers - self.heard.keys()) if a not in self.strange or self.strange[a][0] < now
+            ]
+            if new and (self.roster.nodes or len(online) >= least):
+                self.look(new, least)
+                for a in set(new) - self.heard.keys() - set(self.roster.addresses.values()):
                     rest = self.strange[a][1] if a in self.strange else STRANGE
                     self.strange[a] = time.monotonic() + rest, min(2 * rest, MOST_STRANGE)
-            if len(self.roster.addresses) >= least:
+            if (there := len(self.roster.addresses)) >= least:
+                if said:
+                    self._wait_for("")
+                    self.log(f"{there} nodes are there; going on")
                 return
-            if not said:
-                self.log(f"{len(self.roster.addresses)} of at least {least} nodes are there; waiting")
-                self._write_status()
-                said = True
+            away = [number for number in range(len(self.roster.nodes)) if number not in self.roster.addresses]
+            self._wait_for(f"{there} of at least {least} nodes are there; waiting for {self._names(away)}")
+            said = True
             time.sleep(self.rules.pause)
 
-    def look(self, addresses: Iterable[int]) -> None:
-        """Ask nodes who they are and which classes they have."""
-        found = []
+    def look(self, addresses: Iterable[int], least: int = 1) -> None:
+        """Ask nodes who they are and which classes they have.
+
+        The first so many are numbered together, by name, in whatever order they come and answer.
+        """
         for address, reply in self.wire.exchange(
             {a: Request(LOOK, {"version": VERSION}, {}) for a in addresses}
         ).items():
             try:
                 if reply.error:
                     raise ValueError(reply.error)
-                found.append((address, _name(reply.facts["name"]), _classes(reply, self.most_images)))
+                self.heard[address] = self._whose(address, reply), classes_of(reply, self.most_images)
             except Exception as error:
                 self.log(f"the node at {address} did not say who it is: {shown(error) or type(error).__name__}")
-        for complaint in self.roster.meet(found):
-            self.log(complaint)
+        if self.roster.nodes or len(self.heard) >= least:
+            for complaint in self.roster.meet((address, *told) for address, told in self.heard.items()):
+                self.log(complaint)
+            self.heard = {}
         self._write_status()
 
     def refuse(self, client: int, why: str) -> None:
@@ -140,6 +157,8 @@ class Asking:
 
     def _asked(self, who: Sequence[int], kind: str, facts: Mapping[str, Any], tensors: Weights) -> dict[int, Reply]:
         """Ask those of `who` that can be reached, once; return what came, but for those who say they cannot answer."""
+        if (question := (kind, facts["call"])) != self.question:
+            self.question, self.waiting = question, ""
         self.gather(self.rules.min_nodes)
         reached = {client: self.roster.addresses[client] for client in who if client in self.roster.addresses}
         on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -161,58 +180,39 @@ class Asking:
                 self.refuse(client, reply.error)
             else:
                 came[client] = reply
+        self.missing = [client for client in who if client not in came]
         self._write_status()
         return came
 
+    def _whose(self, address: int, reply: Reply) -> str:
+        """Return the name of a node: its key's, whatever it calls itself; without a key, what it says."""
+        told, known = name_of(reply), self.named.get(address, "")
+        if known and told != known and address not in self.misnamed:
+            self.misnamed.add(address)
+            self.log(f"the node with the key of {known!r} calls itself {told!r}; it takes part as {known!r}")
+        return known or told
+
+    def _wait_for(self, sentence: str) -> None:
+        """Say once for what the server waits, and keep what `fcil status` shows fresh while it does."""
+        if sentence == self.waiting and time.monotonic() - self.written < FRESH:
+            return
+        if sentence not in ("", self.waiting):
+            self.log(sentence)
+        self.waiting = sentence
+        self._write_status()
+
+    def _names(self, clients: Iterable[int]) -> str:
+        return ", ".join(self.roster.nodes[client].name for client in clients) or "more"
+
     def _write_status(self) -> None:
-        online = set(self.roster.addresses)
-        nodes = [{**node, "online": number in online} for number, node in enumerate(self.roster.saved()["nodes"])]
+        self.written, online = time.monotonic(), self.roster.addresses
+        nodes = [
+            {**node, "online": number in online, "address": online.get(number)}
+            for number, node in enumerate(self.roster.saved()["nodes"])
+        ]
         task = {"task": len(self.standing.get("groups", ())), "names": self.standing.get("names", [])}
-        write_text(self.status, json.dumps({"nodes": nodes, **task, "written": time.time()}) + "\n")
-
-
-def _answered(reply: Reply, most: int) -> Answered:
-    """Read an answer: its tensors as they came, which are judged at the door."""
-    facts = reply.facts
-    for name, tensor in reply.tensors.items():
-        if tensor.is_complex():
-            raise ValueError(f"{shown(name, 60)} is complex")
-    origin = Origin(*(facts[name] for name in Origin._fields))
-    kept, images = _count(facts["kept"], 2**53), _count(facts["images"], most)
-    return Answered(dict(reply.tensors), kept, float(facts["loss"]), images, origin)
-
-
-def _counted(reply: Reply, classes: int, most: int) -> dict[str, Any]:
-    """Read what a node counts, by class: right answers, images held out, images trained on so far."""
-    counts = {key: [_count(n, most) for n in reply.facts[key]] for key in ("correct", "total", "held")}
-    if any(len(found) != classes for found in counts.values()):
-        raise ValueError(f"it does not count {classes} classes")
-    if any(c > n for c, n in zip(counts["correct"], counts["total"], strict=True)):
-        raise ValueError("it has more right answers than images")
-    return {**counts, "classes": _classes(reply, most)}
-
-
-def _classes(reply: Reply, most: int) -> dict[str, int]:
-    """Read which classes a node says it has, and how many images of each."""
-    told = reply.facts["classes"]
-    if len(told) > MOST_NAMES:
-        raise ValueError(f"it tells of {len(told):,} classes, and {MOST_NAMES:,} are allowed")
-    for name in told:
-        if not isinstance(name, str) or not normal(name) or len(name) > LONGEST_NAME:
-            raise ValueError(f"{shown(name, 60)!r} is no class; a name has 1 to {LONGEST_NAME} letters")
-    return {name: _count(n, most) for name, n in told.items()}
-
-
-def _name(told: Any) -> str:
-    if not isinstance(told, str) or not told.strip() or len(told) > LONGEST_NAME:
-        raise ValueError(f"{shown(told, 60)!r} is no name of a node; it has 1 to {LONGEST_NAME} letters")
-    return shown(told)
-
-
-def _count(told: Any, most: int) -> int:
-    if not isinstance(told, int) or not 0 <= told <= most:
-        raise ValueError(f"it counts {shown(told, 30)}; allowed are 0 to {most:,}")
-    return told
+        about = {"nodes": nodes, **task, "waiting": self.waiting, "written": time.time()}
+        write_text(self.status, json.dumps(about) + "\n")
 
 
 def _weight(tensors: Weights) -> int:

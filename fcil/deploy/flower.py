@@ -24,7 +24,7 @@ from fcil.errors import UserError
 
 KIND = "query.fcil"
 PULL = 0.3  # seconds between two looks for answers
-LOOKING = 60.0  # seconds for saying who one is, which takes no training
+LOOKING = 120.0  # seconds for saying who one is, which takes no training
 MOST_BYTES = 2**31  # of a reply
 
 
@@ -34,9 +34,10 @@ class FlowerWire:
     def __init__(self, grid: Grid, timeout: float):
         self.grid, self.timeout = grid, timeout
 
-    def online(self) -> list[int]:
-        """Return the nodes that Flower has heard of lately."""
-        return sorted(self.grid.get_node_ids())
+    def online(self) -> dict[int, str]:
+        """Return the nodes that Flower has heard of lately, with the names that their keys were registered under."""
+        found = {int(node.node_id): str(node.name) for node in self.grid.get_nodes()}
+        return dict(sorted(found.items()))
 
     def exchange(self, mail: Mapping[int, Request]) -> dict[int, Reply]:
         """Send all at once; return the answers that came in time, and leave out nodes that are gone."""

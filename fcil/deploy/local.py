@@ -14,9 +14,9 @@ class LocalWire:
     def __init__(self, nodes: Sequence[Node]):
         self.nodes = nodes
 
-    def online(self) -> list[int]:
-        """Return all addresses: nobody goes away."""
-        return list(range(len(self.nodes)))
+    def online(self) -> dict[int, str]:
+        """Return all addresses: nobody goes away, and nobody has a key."""
+        return dict.fromkeys(range(len(self.nodes)), "")
 
     def exchange(self, mail: Mapping[int, Request]) -> dict[int, Reply]:
         """Let each answer in turn; what is wrong stops the run."""

@@ -21,6 +21,7 @@ import fcil
 from fcil.errors import UserError
 
 CONNECTION = "fcil"  # what flwr's config.toml calls the SuperLink
+KEY_IN_USE = "[code: 23]"  # Flower's error for a public key that is registered already
 PDEATHSIG = 1  # of prctl(2)
 
 
@@ -90,6 +91,15 @@ class Address:
                 why = "another program listens there" if error.errno == 98 else (error.strerror or str(error))
                 raise UserError(f"cannot listen on {self}: {why}; choose another --listen HOST:PORT") from None
 
+    def unreachable(self) -> str:
+        """Say why nobody can be spoken to there; nothing if somebody can."""
+        try:
+            with socket.create_connection((self.host, self.port), 10.0):
+                return ""
+        except OSError as error:
+            why = error.strerror or str(error)
+            return f"cannot reach {self}: {why}; is the server running, and does its firewall let nodes in?"
+
 
 def free_port() -> int:
     """Return a port on this machine that is free now."""
@@ -106,11 +116,12 @@ def start(command: Sequence[str], home: Path, log: Path) -> "subprocess.Popen[by
     with log.open("ab") as file:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment(home),
-            start_new_session=True, preexec_fn=_die_with_us,
+            start_new_session=True, preexec_fn=die_with_us,
         )  # fmt: skip
 
 
-def _die_with_us() -> None:
+def die_with_us() -> None:
+    """Let a program that is about to start be ended when the one that starts it is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGTERM)
 
@@ -165,7 +176,7 @@ def _write_connection(folder: Path, address: Address, tls: Path | None) -> None:
     )
 
 
-def flwr(home: Path, *words: str, patience: float = 60.0) -> "subprocess.CompletedProcess[str]":
+def flwr(home: Path, *words: str, patience: float = 300.0) -> "subprocess.CompletedProcess[str]":
     """Run Flower's command line to its end."""
     command = [program("flwr"), *words]
     try:
@@ -176,31 +187,41 @@ def flwr(home: Path, *words: str, patience: float = 60.0) -> "subprocess.Complet
         ) from None
 
 
-def await_listening(address: Address, process: "subprocess.Popen[bytes]", log: Path, patience: float = 60.0) -> None:
+def await_listening(address: Address, process: "subprocess.Popen[bytes]", log: Path, patience: float = 300.0) -> None:
     """Wait until a program listens; say what it said if it ended instead."""
     until = time.monotonic() + patience
     while time.monotonic() < until:
         if process.poll() is not None:
             raise UserError(f"Flower's SuperLink ended: {last_words(log)}")
-        try:
-            with socket.create_connection((address.host, address.port), 1.0):
-                return
-        except OSError:
-            time.sleep(0.2)
+        if not address.unreachable():
+            return
+        time.sleep(0.2)
     raise UserError(f"Flower's SuperLink does not listen on {address} after {patience:.0f} s; see {log}")
 
 
 def register(home: Path, key: Path) -> None:
     """Admit a node by its public key; one that was admitted before stays so."""
-    done = flwr(home, "supernode", "register", str(key), CONNECTION, "--name", key.stem)
-    said = " ".join((done.stdout + done.stderr).split())
-    if done.returncode and not any(word in said.lower() for word in ("already", "in use", "2002")):
-        raise UserError(f"node {key.stem} was not admitted: {said[-300:]}")
+    done = flwr(home, "supernode", "register", str(key), CONNECTION, "--name", key.stem, "--format", "json")
+    why = not_registered(done.stdout, done.stderr)
+    if why and KEY_IN_USE not in why:
+        raise UserError(f"node {key.stem} was not admitted: {why[-300:]}")
+
+
+def not_registered(stdout: str, stderr: str) -> str:
+    """Read what `flwr supernode register --format json` says: why it did not, or nothing if it did."""
+    try:
+        found = json.loads(stdout)
+        if found["success"] is True:
+            return ""
+        said = str(found["error-message"])
+    except (ValueError, KeyError, TypeError):
+        said = f"{stdout} {stderr}"
+    return " ".join(said.split()) or "Flower said nothing"
 
 
 def submit(home: Path, run: Path) -> None:
     """Let the SuperLink start the server's script for a run folder."""
-    done = flwr(home, "run", str(shim()), CONNECTION, "-c", f"run={json.dumps(str(run.resolve()))}", patience=120)
+    done = flwr(home, "run", str(shim()), CONNECTION, "-c", f"run={json.dumps(str(run.resolve()))}")
     if done.returncode:
         raise UserError(f"Flower did not start the run: {' '.join((done.stdout + done.stderr).split())[-300:]}")
 

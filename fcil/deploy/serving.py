@@ -24,7 +24,8 @@ from fcil.errors import UserError
 
 LOOK = 1.0  # seconds between two looks at what goes on
 AGAIN = 5.0  # seconds between two tries to join
-SLOW = 60.0  # seconds that a process may take to begin or to let go
+SLOW = 300.0  # seconds that the server's script may take to begin, on a busy machine
+LETS_GO = 60.0  # seconds that another process may take to let go of a run
 LAST = 30  # lines of a log in which Flower's program says why it ended
 Say = Callable[[str], None]
 
@@ -48,8 +49,9 @@ def serve(run: Path, terms: Terms, say: Say) -> None:
             heard, lines = _new_lines(log, heard)
             for line in lines:
                 say(line)
-            begun = begun or bool(lines)
-            idle = 0.0 if _is_locked(run) else idle + LOOK
+            at_work = _is_locked(run)
+            begun = begun or at_work or any(" stopped: " in line for line in lines)
+            idle = 0.0 if at_work else idle + LOOK
             if process.poll() is not None:
                 raise UserError(f"Flower's SuperLink ended: {last_words(place / 'superlink.log')}")
             if idle > (5 if begun else SLOW) and not (run / "result.json").exists():
@@ -108,7 +110,7 @@ class Seat:
 
 
 def join(seat: Seat, patience: float, say: Say) -> None:
-    """Be a node until stopped. Where the server does not admit it, try again for `patience` seconds; then say why."""
+    """Be a node until stopped. Where no server admits it, try again for `patience` seconds; then say why."""
     seat.check()
     with (seat.state / "lock").open("w") as lock:
         try:
@@ -116,15 +118,20 @@ def join(seat: Seat, patience: float, say: Say) -> None:
         except BlockingIOError:
             raise UserError(f"another node keeps its memory in {seat.state}; give each node its own --state") from None
         say(f"node {seat.name} joins {seat.server}; log: {seat.log}")
-        until = time.monotonic() + patience
+        until, said = time.monotonic() + patience, ""
         while True:
-            heard = seat.log.stat().st_size if seat.log.exists() else 0
-            with _running(seat.start) as process:
-                if _watched(process, seat.log, heard, lambda: say(f"node {seat.name} is admitted")):
-                    until = time.monotonic() + patience
-            why, may_pass = why_not("\n".join(_new_lines(seat.log, heard)[1]), seat)
+            why, may_pass = seat.server.unreachable(), True
+            if not why:
+                heard = seat.log.stat().st_size if seat.log.exists() else 0
+                with _running(seat.start) as process:
+                    if _watched(process, seat.log, heard, lambda: say(f"node {seat.name} is admitted")):
+                        until = time.monotonic() + patience
+                why, may_pass = why_not("\n".join(_new_lines(seat.log, heard)[1]), seat)
             if not may_pass or time.monotonic() > until:
                 raise UserError(why)
+            if why != said:
+                say(f"{why}; trying again")
+            said = why
             time.sleep(AGAIN)
 
 
@@ -206,7 +213,7 @@ def _is_locked(run: Path) -> bool:
 
 
 def _await_unlocked(run: Path) -> None:
-    until = time.monotonic() + SLOW
+    until = time.monotonic() + LETS_GO
     while _is_locked(run):
         if time.monotonic() > until:
             raise UserError(f"{run} is being written by another process; wait for it, or stop it")

@@ -46,14 +46,15 @@ class Sums:
         limits = clips(self.protocol)
         return flat | {n: t for own in covered(self.kind) for n, t in _clipped(flat, own, limits(own)).items()}
 
-    def released(self, field: str, sums: Weights) -> Weights:
+    def released(self, field: str, sums: Weights, replies: int) -> Weights:
         """Return the sums of a field over clipped replies with noise in them, if it is to be covered."""
         if field not in covered(self.kind):
             return sums
         if self.protocol.dp == "central":
             self.book(field)
             sums = _noised(sums, field, self.protocol, (*self.key, field))
-        return repaired(self.kind, field, sums)
+        drawn = 1 if self.protocol.dp == "central" else replies  # how often noise was added
+        return repaired(self.kind, field, sums, math.sqrt(drawn) * _deviation(self.protocol, field))
 
     def averaged(self, field: str) -> None:
         """Refuse an average of what only sums protect: by how many it is divided tells who has a class."""
@@ -71,7 +72,7 @@ class Sums:
             )
         flat = flatten(reply)
         for own in covered(self.kind):
-            flat |= repaired(self.kind, own, _of(flat, own))
+            flat |= repaired(self.kind, own, _of(flat, own), _deviation(self.protocol, own))
         return unflatten(self.kind, flat)
 
 
@@ -88,11 +89,15 @@ def said(reply: Any, protocol: Protocol, *key: int | str) -> Any:
     return replace(told, count=1) if hasattr(told, "count") and not has_network else told
 
 
-def repaired(kind: type, field: str, flat: Weights) -> Weights:
-    """Mend what noise made impossible: a class has at least one image, anything else that is counted at least none."""
+def repaired(kind: type, field: str, flat: Weights, deviation: float) -> Weights:
+    """Mend what noise made impossible: a class has at least one image, anything else that is counted at least none.
+
+    And at least as many as the noise may have added or taken: sums are divided by it, and what is left of a class by
+    chance would blow them up.
+    """
     if not field.startswith("count"):
         return flat
-    least = 1.0 if get_type_hints(kind)[field] == ByClass else 0.0
+    least = max(1.0, deviation) if get_type_hints(kind)[field] == ByClass else 0.0
     return {name: tensor.clamp_min(least) for name, tensor in flat.items()}
 
 
@@ -161,9 +166,13 @@ def _of(flat: Weights, field: str) -> Weights:
 
 
 def _noised(flat: Weights, field: str, protocol: Protocol, key: tuple[int | str, ...]) -> Weights:
-    deviation = protocol.dp_noise * clips(protocol)(field)
+    deviation = _deviation(protocol, field)
     draws = torch.Generator().manual_seed(seed_of("noise", *key)) if protocol.dp_seeded else None
     return {name: tensor + deviation * normal(tensor.shape, draws).to(tensor) for name, tensor in flat.items()}
+
+
+def _deviation(protocol: Protocol, field: str) -> float:
+    return protocol.dp_noise * clips(protocol)(field)
 
 
 def normal(shape: tuple[int, ...], draws: torch.Generator | None) -> Tensor:

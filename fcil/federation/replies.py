@@ -86,7 +86,7 @@ class Replies(Generic[Up]):
         if self._private is None or not found:
             return found
         if field not in self._released:
-            self._released[field] = self._private.released(field, found)
+            self._released[field] = self._private.released(field, found, self._fold().counted)
         return {name: tensor.clone() for name, tensor in self._released[field].items()}
 
     def _robust(self, field: str, single: list[Weights]) -> Weights:

@@ -22,8 +22,12 @@ def digits_into(folder: Path, classes: tuple[int, ...], first: int, each: int = 
     return folder
 
 
+def digits_of_three(folder: Path) -> list[Path]:
+    """Give three nodes their own images of four digits."""
+    return [digits_into(folder / name, have, 12 * n) for n, (name, have) in enumerate(sorted(SHARES.items()))]
+
+
 @pytest.fixture
 def three(tmp_path: Path) -> list[Path]:
     """Three nodes with their own images of four digits."""
-    folders = sorted(SHARES.items())
-    return [digits_into(tmp_path / "data" / name, classes, 12 * n) for n, (name, classes) in enumerate(folders)]
+    return digits_of_three(tmp_path / "data")

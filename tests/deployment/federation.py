@@ -12,14 +12,20 @@ from pathlib import Path
 
 import torch
 
+from fcil.deploy.asking import Rules
 from fcil.deploy.certificates import make
-from fcil.deploy.processes import Address, await_listening, flwr, free_port, register, superlink
+from fcil.deploy.local import LocalWire, nodes_of
+from fcil.deploy.plans import read_config
+from fcil.deploy.processes import Address, await_listening, die_with_us, flwr, free_port, register, superlink
+from fcil.deploy.server import serve
 from fcil.records import read_tensors
 
+LONG = 1200.0  # seconds that anything may take: a busy machine is no failure
+ROGUE = Path(__file__).parent / "rogue"
 ROOT = Path(__file__).parent.parent.parent
 NODES = ("anna", "berta", "carla")
-SHORT = "steps = 3\nbatch_size = 16\nimage_size = 8\nclasses_per_task = 2\ntasks = 2\nmemory = 20\n"
-HR = f'method = "hr"\nrounds = 2\n{SHORT}'
+SHORT = "rounds = 1\nsteps = 3\nbatch_size = 16\nimage_size = 8\nclasses_per_task = 2\ntasks = 2\nmemory = 20\n"
+HR = f'method = "hr"\n{SHORT}'
 
 
 def until(met: Callable[[], object], seconds: float, what: str) -> None:
@@ -28,6 +34,15 @@ def until(met: Callable[[], object], seconds: float, what: str) -> None:
     while not met():
         assert time.monotonic() < end, f"{what}: not within {seconds:.0f} s"
         time.sleep(0.3)
+
+
+def text_of(log: Path) -> str:
+    return log.read_text() if log.exists() else ""
+
+
+def rogue(told: Path) -> dict[str, str]:
+    """Return the environment of a node that does what the file says, once there is one."""
+    return {"PYTHONPATH": f"{ROOT}:{ROGUE}", "ROGUE": str(told)}
 
 
 def environment() -> dict[str, str]:
@@ -40,6 +55,14 @@ def same(one: Path, other: Path) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+def simulated(place: Path, config: Path, folders: list[Path]) -> Path:
+    """Run the same folders in this process, as `fcil run --nodes` does; return the run."""
+    wire = LocalWire(nodes_of(folders, place / "nodes", "cpu"))
+    for _ in serve(read_config(config, 8), place, wire, Rules(3, ends=True), lambda _: None, 8):
+        pass
+    return place
+
+
 class Federation:
     """Certificates, a server and nodes below one folder."""
 
@@ -47,13 +70,17 @@ class Federation:
         self.place, self.data, self.port = place, data, free_port()
         self.listen = Address("127.0.0.1", self.port)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.folders = [data / name for name in nodes]
         make(place / "tls", ["127.0.0.1", "localhost"], nodes, 30)
 
     def start(self, name: str, *words: str, **more: str) -> subprocess.Popen[bytes]:
         """Start `fcil WORDS...`; what it says goes to NAME.txt."""
         command = [sys.executable, "-m", "fcil", *words]
         with (self.place / f"{name}.txt").open("ab") as said:
-            process = subprocess.Popen(command, stdout=said, stderr=said, env={**environment(), **more}, cwd=self.place)
+            process = subprocess.Popen(
+                command, stdout=said, stderr=said, env={**environment(), **more}, cwd=self.place,
+                preexec_fn=die_with_us,
+            )  # fmt: skip
         self.processes[name] = process
         return process
 
@@ -63,11 +90,12 @@ class Federation:
         return " ".join(path.read_text().split()) if path.exists() else ""
 
     def join(
-        self, name: str, key: Path | None = None, ca: Path | None = None, patience: int = 300, **more: str
-    ) -> subprocess.Popen[bytes]:
-        """Start a node."""
+        self, name: str, key: Path | None = None, ca: Path | None = None, patience: int = 900, called: str = "",
+        **more: str,
+    ) -> subprocess.Popen[bytes]:  # fmt: skip
+        """Start a node, which may call itself otherwise."""
         own = self.place / "tls" / "nodes" / name
-        words = ["join", "--server", str(self.listen), "--data", str(self.data / name), "--name", name]
+        words = ["join", "--server", str(self.listen), "--data", str(self.data / name), "--name", called or name]
         words += ["--state", str(self.place / "state" / name), "--key", str(key or own / f"{name}.key")]
         words += ["--patience", str(patience)]
         return self.start(name, *words, *([] if ca is None else ["--ca", str(ca)]), **more)
@@ -76,7 +104,7 @@ class Federation:
         """Start a node again, and wait until the server admits it."""
         (self.place / f"{name}.txt").unlink(missing_ok=True)
         self.join(name)
-        until(lambda: self.ended(name) or "is admitted" in self.said(name), 300, f"{name} is admitted")
+        until(lambda: self.ended(name) or "is admitted" in self.said(name), LONG, f"{name} is admitted")
         assert not self.ended(name), self.said(name)
 
     def ended(self, name: str) -> bool:
@@ -119,7 +147,6 @@ class Link(Federation):
         words = {"run": f'"{run}"', "config": f'"{self.place / name}.toml"', "min-nodes": 3, "capacity": 8, **terms}
         done = flwr(
             self.home, "run", str(ROOT / "deploy"), "fcil", "-c", " ".join(f"{k}={v}" for k, v in words.items()),
-            patience=180,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return run

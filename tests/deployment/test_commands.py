@@ -18,7 +18,7 @@ from cryptography import x509
 
 from fcil.deploy.certificates import check, make
 from fcil.deploy.plans import MEANINGLESS, deployed
-from fcil.deploy.processes import Address, environment, flwr, shim
+from fcil.deploy.processes import KEY_IN_USE, Address, environment, flwr, not_registered, shim
 from fcil.deploy.script import Terms
 from fcil.deploy.serving import Seat, _admit, why_not
 from fcil.errors import UserError
@@ -31,7 +31,7 @@ from tests.deployment.federation import ROOT
 def fcil(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fcil", *map(str, words)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    return subprocess.run(command, env=env, capture_output=True, text=True, cwd=cwd, timeout=120)
+    return subprocess.run(command, env=env, capture_output=True, text=True, cwd=cwd, timeout=600)
 
 
 @pytest.fixture
@@ -79,9 +79,10 @@ def test_what_is_wrong_with_join_is_one_sentence(tmp_path: Path, tls: Path) -> N
     key = tls / "nodes" / "anna" / "anna.key"
     (tmp_path / "data").mkdir()
     (tmp_path / "no.key").write_text("nothing")
-    good = {"--server": "127.0.0.1:9", "--data": "data", "--state": "state", "--key": str(key)}
+    good = {"--server": "127.0.0.1:9", "--data": "data", "--state": "state", "--key": str(key), "--patience": "0"}
     for change, expected in (
         ({"--server": "nowhere"}, "takes HOST:PORT"),
+        ({}, "cannot reach 127.0.0.1:9: Connection refused; is the server running"),
         ({"--data": "missing"}, "there is no folder missing"),
         ({"--key": "missing.key"}, "there is no certificate ca.crt"),
         ({"--key": "no.key", "--ca": str(tls / "ca.crt")}, "is not a private key"),
@@ -159,6 +160,17 @@ def test_why_a_node_was_not_admitted_is_read_from_flowers_own_code() -> None:
     assert "did not admit node anna" in why_not(id + late, seat)[0] and why_not(id + late, seat)[1]
     assert "SuperNode ended: it was killed" in why_not(id + "it was killed", seat)[0]
     assert "SuperNode ended: it was killed" in why_not(late + 100 * id + "it was killed", seat)[0]
+
+
+def test_whether_a_key_was_registered_is_read_from_flowers_own_answer() -> None:
+    assert not_registered('{"success": true, "node-id": 12002}', "") == ""
+    before = '{"success": false, "error-message": "Using SuperLink: fcil\\n\\n[code: 23] Public key already in use."}'
+    assert KEY_IN_USE in not_registered(before, "")
+    other = '{"success": false, "error-message": "[code: 2002] no port 23 is already in use"}'
+    assert not_registered(other, "") == "[code: 2002] no port 23 is already in use"
+    assert KEY_IN_USE not in not_registered(other, "")
+    assert not_registered("Usage: flwr", "no such\noption") == "Usage: flwr no such option"
+    assert not_registered("", "") == "Flower said nothing" and not_registered("[]", "") == "[]"
 
 
 def test_status_says_how_old_it_is_and_who_is_online_only_while_that_is_known(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from fcil.deploy.messages import Request
 from fcil.deploy.server import serve
 from fcil.federation import versions
 from fcil.records import Weights
+from fcil.results.ledger import read
 from fcil.results.runs import read_result
 from tests.deployment.test_server import FILES, plan_of, same
 
@@ -35,8 +36,8 @@ class LoopbackGrid:
         configs = [{"name": f.name, "data": str(f), "state": str(state / f.name), "device": "cpu"} for f in folders]
         self.contexts = {900 - n: Context(1, 900 - n, config, RecordDict(), {}) for n, config in enumerate(configs)}
 
-    def get_node_ids(self) -> list[int]:
-        return list(self.contexts)
+    def get_nodes(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(node_id=id, name="") for id in self.contexts]
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         ids = []
@@ -57,7 +58,9 @@ def _identity(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("method", FILES)
-def test_every_method_ends_with_the_same_weights_behind_flower(tmp_path: Path, three: list[Path], method: str) -> None:
+def test_every_method_ends_with_the_same_weights_and_ledger_behind_flower(
+    tmp_path: Path, three: list[Path], method: str
+) -> None:
     wanted = plan_of(method, rounds=1)
     here, there = tmp_path / "here", tmp_path / "there"
     for _ in serve(wanted, here, LocalWire(nodes_of(three, here / "nodes", "cpu")), RULES, lambda _: None, 8):
@@ -66,6 +69,8 @@ def test_every_method_ends_with_the_same_weights_behind_flower(tmp_path: Path, t
     for _ in serve(wanted, there, FlowerWire(grid, 60), RULES, lambda _: None, 8):
         pass
     assert same(here, there)
+    lines = [[{**line, "seconds": 0} for line in read(run / "ledger.jsonl")[1:]] for run in (here, there)]
+    assert lines[0] == lines[1], "the same bytes, losses and answers"
 
 
 def test_what_goes_wrong_on_a_node_is_told_in_a_sentence(tmp_path: Path, three: list[Path]) -> None:
@@ -105,7 +110,7 @@ def test_a_node_that_flower_gives_up_is_left_out(tmp_path: Path, three: list[Pat
     grid.app = lambda message, context: (  # type: ignore[assignment]
         Message(Error(5, "gone"), reply_to=message) if context.node_id == 899 else answer(message, context)
     )
-    asked = {address: Request("look", {"version": 1}, {}) for address in grid.get_node_ids()}
+    asked = {address: Request("look", {"version": 1}, {}) for address in grid.contexts}
     assert set(FlowerWire(grid, 60).exchange(asked)) == {900, 898}
 
 
@@ -168,7 +173,7 @@ def test_a_message_that_flower_cannot_read_takes_no_other_along(tmp_path: Path, 
         return found
 
     grid.pull_messages = torn  # type: ignore[method-assign]
-    came = FlowerWire(grid, 60).exchange({a: Request("look", {"version": 1}, {}) for a in grid.get_node_ids()})
+    came = FlowerWire(grid, 60).exchange({a: Request("look", {"version": 1}, {}) for a in grid.contexts})
     assert came[899].error == "its reply cannot be read (ValueError: no such object)"
     assert came[900].facts["name"] == "anna" and came[898].facts["name"] == "carla"
 
@@ -191,7 +196,7 @@ def test_who_one_is_must_be_said_soon_and_a_training_may_take_its_time(
     grid.pull_messages = lambda ids: []  # type: ignore[method-assign]
     monkeypatch.setattr("fcil.deploy.flower.time.monotonic", lambda: clock[0])
     monkeypatch.setattr("fcil.deploy.flower.time.sleep", lambda s: clock.__setitem__(0, clock[0] + s))
-    for kind, most in (("look", 61.0), ("ask", 1801.0)):
+    for kind, most in (("look", 121.0), ("ask", 1801.0)):
         clock[0] = 0.0
         assert FlowerWire(grid, 1800).exchange({900: Request(kind, {"version": 1}, {})}) == {}
         assert most - 2 < clock[0] < most

@@ -1,12 +1,15 @@
-"""Put on PYTHONPATH, this makes a node do what the file that ROGUE names says: nan, shapes, counts or replay.
+"""Put on PYTHONPATH, this makes a node do what the file that ROGUE names says.
 
-It is loaded by every Python process; only the one that answers for the node is changed.
+nan, shapes, counts or replay: it answers nonsense. "hold train 1": from task 1 on (they count from 0) it does not
+answer train until the file is gone, and says in FILE.held that it has been asked. It is loaded by every Python process;
+only the one that answers for the node is changed.
 """
 
 import os
 import sys
 
 if any("flwr-clientapp" in word for word in sys.orig_argv) and os.environ.get("ROGUE"):
+    import time
     from pathlib import Path
 
     import torch
@@ -16,12 +19,20 @@ if any("flwr-clientapp" in word for word in sys.orig_argv) and os.environ.get("R
 
     honest = Node.answer
 
+    def _is_held(how: str, asked: Request) -> bool:
+        what, _, task = how.removeprefix("hold ").partition(" ")
+        return how.startswith("hold ") and asked.facts["handler"] == what and asked.facts["call"]["task"] >= int(task)
+
     def answer(node: Node, asked: Request) -> Reply:
-        reply = honest(node, asked)
         told = Path(os.environ["ROGUE"])
         how = told.read_text().strip() if told.exists() else ""
         if asked.kind != "ask" or not how:
-            return reply
+            return honest(node, asked)
+        if _is_held(how, asked):
+            Path(f"{told}.held").touch()
+            while told.exists():
+                time.sleep(0.2)
+        reply = honest(node, asked)
         tensors = dict(reply.tensors)
         floating = [name for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel()]
         if how == "nan" and floating:
