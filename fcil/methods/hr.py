@@ -17,19 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from fcil.blocks import centroids as placing
+from fcil.blocks import exemplars as keeping
 from fcil.blocks import made_up as making
 from fcil.blocks.codec import KINDS, Fitted, LearnedCodec, RawCodec, TransformCodec, WebpCodec, build
-from fcil.blocks.exemplars import (
-    labels_of,
-    new_images,
-    paired,
-    passed,
-    quotas,
-    recalled,
-    room_for_one,
-    shuffled_rows,
-    updated,
-)
 from fcil.blocks.losses import masked, squared_error
 from fcil.blocks.training import by_class, in_parts, loaded, weights_of
 from fcil.federation.rounds import fit_codec, measure
@@ -210,8 +200,8 @@ class Client:  # Algorithm 2
     @torch.no_grad()
     def propose(self, memory: Memory, data: LocalData, message: Model) -> Proposal:
         loaded(self.net, message.weights)
-        sums, counts = placing.proposed(by_class(self.encoded, new_images(data)))  # 13
-        numbers = making.numbers_of(self.codec, message.codec, new_images(data))
+        sums, counts = placing.proposed(by_class(self.encoded, keeping.new_images(data)))  # 13
+        numbers = making.numbers_of(self.codec, message.codec, keeping.new_images(data))
         firsts, seconds = making.summed(numbers, making.leading(self.codec, message.codec, self.config.tied))
         return Proposal(sums, firsts, seconds, counts, len(data.labels))  # 14
 
@@ -223,29 +213,27 @@ class Client:  # Algorithm 2
             self.loss, load, ("net",), pool, self.config.lr, self.given(pool, data.task, message),
             new_share=self.config.new_share,
         )  # fmt: skip  # 15-17, 22-25
-        own = data.cached(
-            "own", lambda _: int((~pool.extra["made"]).sum())
-        )  # what is made up is no reason to weigh more
+        own = data.cached("own", lambda _: int((~pool.extra["made"]).sum()))  # made-up ones are no reason to weigh more
         return Update(trained.weights, min(trained.count, max(1, own)))
 
     @torch.no_grad()
     def interleaved(self, memory: Memory, data: LocalData, message: Model, generator: torch.Generator) -> Pool:
         """Put what is replayed beside the images of the task."""
         c, at_hand = self.config, data.classes()  # of old classes, too, in a client that stayed behind
-        new = passed(self.keeper, message.codec, data) if c.one_domain else data.images  # 4
+        new = keeping.passed(self.keeper, message.codec, data) if c.one_domain else data.images  # 4
         replay = {j: codes for j, codes in memory.codes.items() if j not in at_hand}
-        kept = recalled(self.keeper, message.codec, replay)  # 5-7
+        kept = keeping.recalled(self.keeper, message.codec, replay)  # 5-7
         number = c.made_up or making.usual_number(memory.codes, data)
         absent = making.absent(data, kept) if c.global_replay and number else []  # 8
         made = self.made_up(absent, number, message, generator)  # 9
         images = torch.cat([new, *kept.values(), *made.values()])  # 10, 11
-        labels = torch.cat([data.labels, labels_of(kept | made).to(data.labels)])
+        labels = torch.cat([data.labels, keeping.labels_of(kept | made).to(data.labels)])
         is_made = torch.arange(len(images), device=labels.device) >= len(images) - number * len(made)
         return Pool(images, labels, extra={"made": is_made})
 
     def made_up(self, classes: Iterable[int], number: int, message: Model, generator: torch.Generator) -> ByClass:
         """Draw so many images of each class whose moments are known."""
-        known, m = [j for j in classes if j in message.means], message
+        m, known = message, [j for j in classes if j in message.means]
         leading = making.leading(self.codec, m.codec, self.config.tied)
         numbers = making.drawn(m.means, m.deviations, m.roots, leading, known, number, generator)
         return making.pictures_of(self.codec, m.codec, numbers)
@@ -276,10 +264,10 @@ class Client:  # Algorithm 2
     @remote
     @torch.no_grad()
     def remember(self, memory: Memory, data: LocalData, message: Fitted) -> Remembered:
-        keep, rows = self.quotas(memory, data), shuffled_rows(data)
+        fitted, keep, rows = message.weights, self.quotas(memory, data), keeping.shuffled_rows(data)
         chosen = {j: rows[j][:number] for j, number in keep.items() if j in rows}  # 28
-        memory.codes = updated(self.keeper, message.weights, memory.codes, data, chosen, keep)  # 26: not encoded again
-        error = squared_error(passed(self.keeper, message.weights, data).float(), data.images.float()).sum()
+        memory.codes = keeping.updated(self.keeper, fitted, memory.codes, data, chosen, keep)  # 26: not encoded again
+        error = squared_error(keeping.passed(self.keeper, fitted, data).float(), data.images.float()).sum()
         return Remembered(torch.stack([error, error.new_tensor(data.images.numel())]))  # 2, 27, 29
 
     def quotas(self, memory: Memory, data: LocalData) -> dict[int, int]:
@@ -287,7 +275,7 @@ class Client:  # Algorithm 2
         if self.config.exemplars == "none":
             return {}
         room = int(self.config.memory_share * self.setting.budget.at(data.task))
-        return quotas(self.keeper if self.config.exemplars == "raw" else self.codec, memory.codes, data, room)
+        return keeping.quotas(self.keeper if self.config.exemplars == "raw" else self.codec, memory.codes, data, room)
 
     def encoded(self, images: Tensor) -> Tensor:
         """Return f(images), with the weights last loaded."""
@@ -299,23 +287,22 @@ class Client:  # Algorithm 2
 
     @torch.no_grad()
     def look(self, memory: Memory, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:
-        new, some = shuffled_rows(data), {j: memory.codes[j] for j in classes if j in memory.codes}
+        new, some = keeping.shuffled_rows(data), {j: memory.codes[j] for j in classes if j in memory.codes}
         made = self.made_up(classes, 1, message, data.generator)
         return Pictures(
             real={j: data.images[new[j][0]] for j in classes if j in new},
-            kept={j: images[0] for j, images in recalled(self.keeper, message.codec, some).items()},
+            kept={j: images[0] for j, images in keeping.recalled(self.keeper, message.codec, some).items()},
             made={j: images[0] for j, images in made.items()},
         )
 
     def exposed(self, memory: Memory, data: LocalData, message: Model) -> Exposed:
-        return Exposed(*paired(self.keeper, message.codec, memory.codes, data))
+        return Exposed(*keeping.paired(self.keeper, message.codec, memory.codes, data))
 
     def overheard(self, memory: Memory, data: LocalData, message: Model) -> Exposed:
         """Show the images of mean codes: the first moments that `propose` sends."""
-        numbers = making.numbers_of(self.codec, message.codec, new_images(data))
+        numbers = making.numbers_of(self.codec, message.codec, keeping.new_images(data))
         means = {j: own.mean(0, True) for j, own in numbers.items()}
-        shown = {j: data.of(j) for j in means}
-        return Exposed(shown, making.pictures_of(self.codec, message.codec, means))
+        return Exposed({j: data.of(j) for j in means}, making.pictures_of(self.codec, message.codec, means))
 
     @torch.no_grad()
     def invented(self, message: Model, number: int, generator: torch.Generator) -> Tensor:
@@ -331,7 +318,7 @@ def codec_of(config: Config, setting: Setting) -> TransformCodec | LearnedCodec 
     size = config.code_bytes or min(numbers, max(least, round(numbers / 10)))
     if config.exemplars in ("codes", "raw"):
         room = setting.budget.per_client  # a share of it may be too small: hr-mini keeps nothing then
-        room_for_one(numbers if config.exemplars == "raw" else size, room, "a smaller code_bytes")
+        keeping.room_for_one(numbers if config.exemplars == "raw" else size, room, "a smaller code_bytes")
     return build(config.codec, setting.shape, size, config.codec_width)
 
 
