@@ -22,9 +22,12 @@ from PIL import Image, features
 from sklearn.datasets import load_sample_image
 from torch import Tensor
 
-from fcil.blocks import codec as codecs
-from fcil.blocks.codec import GAIN_BITS, GAINS, KINDS, LearnedCodec, TransformCodec, allotted, build, levels, tenth
+from fcil.blocks import levels as books
+from fcil.blocks import transform_codec as transforms
+from fcil.blocks.codec import KINDS, Codec, LearnedCodec, TransformCodec, build, tenth
+from fcil.blocks.levels import allotted, levels
 from fcil.blocks.training import weights_of
+from fcil.blocks.transform_codec import GAIN_BITS, GAINS
 from fcil.errors import UserError
 from fcil.federation.engine import threads
 from fcil.networks.compressor import BITS, Compressor
@@ -47,7 +50,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture
 def few_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotate 8 by 8 frequencies only: large images are fitted at once, and have frequencies beyond."""
-    monkeypatch.setattr(codecs, "LOW", 8)
+    monkeypatch.setattr(transforms, "LOW", 8)
 
 
 @cache
@@ -85,7 +88,7 @@ def learned(shape: Shape, size: int = 0) -> LearnedCodec:
     return codec
 
 
-def ready(kind: str, shape: Shape, size: int = 0, images: Tensor | None = None) -> tuple[codecs.Codec, Weights]:
+def ready(kind: str, shape: Shape, size: int = 0, images: Tensor | None = None) -> tuple[Codec, Weights]:
     """Return a codec that is fitted to images, or to images in general; a learned one as it begins."""
     if kind == "autoencoder":
         net = learned(shape, size)
@@ -94,7 +97,7 @@ def ready(kind: str, shape: Shape, size: int = 0, images: Tensor | None = None) 
     return codec, codec.fitted(None if images is None else codec.statistics(images))
 
 
-def coded(codec: codecs.Codec, fitted: Weights, images: Tensor) -> Tensor:
+def coded(codec: Codec, fitted: Weights, images: Tensor) -> Tensor:
     return codec.decode(fitted, codec.encode(fitted, images))
 
 
@@ -321,14 +324,14 @@ def test_a_client_without_images_adds_nothing(kind: str) -> None:
 
 @pytest.mark.parametrize("shape", [*SHAPES, (1, 7, 9), (2, 1, 3)])
 def test_all_axes_are_orthonormal(shape: Shape) -> None:
-    for axes, side in zip(codecs._axes(shape), (shape[1], shape[2], shape[0]), strict=True):
+    for axes, side in zip(transforms._axes(shape), (shape[1], shape[2], shape[0]), strict=True):
         assert torch.allclose(axes @ axes.T, torch.eye(side, dtype=torch.float64), atol=1e-12)
 
 
 def test_the_axes_of_colour_are_brightness_red_to_blue_and_green_to_purple() -> None:
     expected = torch.tensor([[1, 1, 1], [1, 0, -1], [1, -2, 1]]).double()
     expected = expected / torch.tensor([3, 2, 6]).double().sqrt()[:, None]
-    assert torch.allclose(codecs._axes(CIFAR)[2], expected, atol=1e-12)
+    assert torch.allclose(transforms._axes(CIFAR)[2], expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", TRANSFORMS)
@@ -457,7 +460,7 @@ def test_levels_lose_as_little_as_can_be(bits: int) -> None:
     centroids, error = laplace(book)
     common = len(centroids) - max(0, bits - 4)  # beyond lie a few of ten thousand numbers
     assert np.allclose(centroids[:common], book[len(book) // 2 :][:common], rtol=0.01)
-    assert error == pytest.approx(codecs._book(bits)[1], rel=0.03)
+    assert error == pytest.approx(books.book(bits)[1], rel=0.03)
     if bits >= 5:
         assert error == pytest.approx(4.5 * 4.0**-bits, rel=0.08)  # Panter and Dite: many levels
     assert error < (1.0 if bits == 1 else laplace(levels(bits - 1).double().numpy())[1] / 2)
@@ -468,7 +471,7 @@ def test_levels_lose_as_little_as_can_be(bits: int) -> None:
     st.integers(0, 260),
 )
 def test_bits_go_one_by_one_where_they_remove_most_error(variances: list[float], bits: int) -> None:
-    errors = [1.0, *(codecs._book(count)[1] for count in range(1, 9))]
+    errors = [1.0, *(books.book(count)[1] for count in range(1, 9))]
     expected = [0] * len(variances)
     heap = [(-variance * (errors[0] - errors[1]), i) for i, variance in enumerate(variances)]
     heapify(heap)
@@ -754,7 +757,7 @@ def test_fewer_contrasts_lose_more(monkeypatch: pytest.MonkeyPatch) -> None:
     to_fit, images = digits()
     codec, fitted = ready("klt", DIGIT, 12, to_fit)
     eight = psnr(images, coded(codec, fitted, images))
-    monkeypatch.setattr(codecs, "GAINS", (1.0,) * 8)
+    monkeypatch.setattr(transforms, "GAINS", (1.0,) * 8)
     assert psnr(images, coded(codec, fitted, images)) < eight - 0.2
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from fcil.blocks.centroids import nearest
 from fcil.blocks.codec import Fitted, LearnedCodec, TransformCodec, build
+from fcil.blocks.transform_codec import square
 from fcil.errors import UserError
 from fcil.experiment import Parts, assemble, execute
 from fcil.federation import engine
@@ -527,6 +528,37 @@ def test_moments_of_old_classes_stay() -> None:
     first, last = run().models[0], run().models[-1]
     assert all(torch.equal(first.means[j], last.means[j]) for j in (0, 1))
     assert all(torch.equal(first.deviations[j], last.deviations[j]) for j in (0, 1))
+
+
+def test_what_leads_is_known_as_it_varies_together_in_all_images_of_a_class() -> None:
+    tied, many = run("hr-no-latents", tied=6), 6
+    images = {j: torch.cat([a.data.of(j) for a in tied.of("propose")]) for j in range(6)}
+    for task, model in enumerate(tied.models):
+        first = model.codec["deviation"].argsort(descending=True, stable=True)[:many]
+        assert model.roots.keys() == set(range(2 * task + 2))
+        for j, root in model.roots.items():
+            covariance = torch.cov(tied.codec.numbers(model.codec, images[j])[:, first].T, correction=0)
+            shrunk = torch.where(torch.eye(many, dtype=torch.bool), covariance, 0.9 * covariance)
+            full = square(root, many)
+            assert torch.allclose(full @ full, shrunk, atol=1e-3)
+
+
+def test_what_leads_adds_few_numbers_to_a_proposal_and_to_the_broadcast() -> None:
+    tied, numbers = run("hr-no-latents", tied=6), len(run().models[0].codec["bits"])
+    for asked in tied.of("propose"):
+        assert {len(own) for own in asked.reply.firsts.values()} <= {numbers + 1}
+        assert {len(own) for own in asked.reply.seconds.values()} <= {numbers + 1 + 6 * 5 // 2}
+    more = size_in_bytes(tied.models[-1]) - size_in_bytes(run("hr-no-latents").models[-1])
+    assert more == 6 * 4 * (2 + 6 * 7 // 2), "of each class a mean and a deviation of contrast, and a root"
+    assert all(model.roots == {} for model in run().models)
+
+
+def test_made_up_images_are_others_where_numbers_are_tied_and_just_as_many() -> None:
+    tied, alone = (run("hr-no-latents", **how).later() for how in ({"tied": 6}, {}))
+    for one, other in zip(tied, alone, strict=True):
+        assert torch.equal(one.pool.labels, other.pool.labels) and torch.equal(one.made, other.made)
+        assert torch.equal(one.pool.images[~one.made], other.pool.images[~one.made])
+        assert not torch.equal(one.pool.images[one.made], other.pool.images[one.made])
 
 
 def test_proposals_are_sums_over_new_classes() -> None:

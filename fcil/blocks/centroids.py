@@ -31,6 +31,11 @@ def scores(codes: Tensor, centroids: Tensor, temperature: float) -> Tensor:
         return (2 * codes @ centroids.T - centroids.square().sum(1)) / temperature
 
 
+def proposed(codes: ByClass) -> tuple[ByClass, ByClass]:
+    """Return unaligned centroids of each class as sum and count: both add up over clients."""
+    return {j: z.sum(0) for j, z in codes.items()}, {j: torch.tensor(len(z)) for j, z in codes.items()}
+
+
 def placed(
     centroids: Tensor, task: Task, sums: ByClass, counts: ByClass, alignment: str, sigma: float, steps: int
 ) -> Tensor:
@@ -40,9 +45,9 @@ def placed(
     So few numbers, and a look at them in every step, are a CPU's work wherever they come from.
     """
     p = centroids.cpu().clone()
-    proposed = {j: (sums[j] / counts[j]).to(p) for j in task.new if j in sums}
-    nobody_has_it = torch.stack(list(proposed.values())).mean(0) if proposed else torch.zeros_like(p[0])
-    start = torch.stack([proposed.get(j, nobody_has_it) for j in task.new])
+    means = {j: (sums[j] / counts[j]).to(p) for j in task.new if j in sums}
+    nobody_has_it = torch.stack(list(means.values())).mean(0) if means else torch.zeros_like(p[0])
+    start = torch.stack([means.get(j, nobody_has_it) for j in task.new])
     still, draws = p[list(task.old)], torch.Generator().manual_seed(seed_of("jitter", task.index))
     start = jittered(within_reach(start, still, sigma), sigma, draws)
     p[list(task.new)] = ALIGNMENTS[alignment](start, still, sigma, steps=steps)

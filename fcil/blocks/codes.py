@@ -3,6 +3,8 @@
 What is packed is best centred first: a code less its class's centroid, which everyone knows, spans a small range.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -45,6 +47,15 @@ def unpacked(stored: ByClass, scales: ByClass, bits: int, width: int) -> ByClass
     levels = (all_bits << torch.arange(bits, device=codes.device)).sum(2)
     shares: Tensor = levels / (2**bits - 1) * 2 - 1
     return _apart(stored, shares.to(torch.get_default_dtype()) * scale[:, None], counts)
+
+
+def renewed(
+    stored: ByClass, scales: ByClass, rows: ByClass, keep: Mapping[int, int], bits: int
+) -> tuple[ByClass, ByClass]:
+    """Return so many codes of each class, and scales: `rows` packed, where a class has any; else what was stored."""
+    fresh, fresh_scales = packed({j: rows[j][:number] for j, number in keep.items() if j in rows}, bits)
+    codes = {j: fresh[j] if j in fresh else stored[j][:number].clone() for j, number in keep.items()}
+    return codes, {j: fresh_scales[j] if j in fresh else scales[j] for j in keep}
 
 
 def code_bytes(width: int, bits: int) -> int:

@@ -34,6 +34,11 @@ def shuffled(data: LocalData) -> ByClass:
     return {j: data.images[rows] for j, rows in shuffled_rows(data).items()}
 
 
+def new_images(data: LocalData) -> ByClass:
+    """Return the images of each class that comes with the task; one that stayed behind has others at hand, too."""
+    return {j: data.of(j) for j in data.classes() if j in data.task.new}
+
+
 def labels_of(rows: ByClass) -> Tensor:
     """Return a label for each row, class after class."""
     return torch.tensor([j for j, own in rows.items() for _ in range(len(own))], dtype=torch.int64)
@@ -70,11 +75,16 @@ def room_for_one(size: int, room: int, knob: str) -> None:
         raise UserError(f"a client may keep {room} bytes and an exemplar takes {size}; set a larger memory, or {knob}")
 
 
-def quotas(codec: Codec, kept: ByClass, data: LocalData, room: int) -> dict[int, int]:
-    """Say how many exemplars of each class, kept or at hand, to keep from now on; of a class at hand all anew."""
+def holdings(kept: ByClass, data: LocalData) -> dict[int, int]:
+    """Count what could be kept of each class: its images if it is at hand, for these are taken anew; else what is."""
     held = {j: len(codes) for j, codes in kept.items()} | {j: len(data.of(j)) for j in data.classes()}
-    held = {j: held[j] for j in sorted(held)}
-    return {j: number for j, number in shares(held, room, codec.size, 0, data.generator).items() if number}
+    return {j: held[j] for j in sorted(held)}
+
+
+def quotas(codec: Codec, kept: ByClass, data: LocalData, room: int) -> dict[int, int]:
+    """Say how many exemplars of each class, kept or at hand, to keep from now on."""
+    some = shares(holdings(kept, data), room, codec.size, 0, data.generator)
+    return {j: number for j, number in some.items() if number}
 
 
 def herded(features: ByClass, numbers: Mapping[int, int]) -> ByClass:

@@ -10,18 +10,18 @@ two things matter most:
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from fcil.blocks import centroids as placing
+from fcil.blocks import exemplars as keeping
+from fcil.blocks import made_up as making
 from fcil.blocks.codec import KINDS, Fitted, LearnedCodec, RawCodec, TransformCodec, WebpCodec, build
-from fcil.blocks.exemplars import labels_of, paired, passed, quotas, recalled, room_for_one, shuffled_rows, updated
 from fcil.blocks.losses import masked, squared_error
-from fcil.blocks.training import by_class, in_parts, loaded, normal, weights_of
+from fcil.blocks.training import by_class, in_parts, loaded, weights_of
 from fcil.federation.rounds import fit_codec, measure
 from fcil.knobs import knob
 from fcil.method import Batch, Clients, Exposed, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
@@ -61,6 +61,9 @@ class Config:
     distill: float = knob(0.3, "weight of line 20 beside the pull: the old encoder keeps old classes in place", least=0)
     new_share: float = knob(0.25, "least share of a step's images that are of new classes", least=0, most=0.99)
     global_replay: bool = knob(True, "line 9: make up images of classes that the client has no code of")
+    tied: int = knob(
+        0, "leading numbers of a code that are made up as they vary together, and contrast; 0: each by itself", least=0
+    )
     made_up: int = knob(
         0, "images made up of such a class; 0: as many as there are codes of others, on average", least=0
     )
@@ -78,6 +81,7 @@ class Model:
     codec: Weights  # what was fitted in the first task
     means: ByClass  # of each class: the mean of what codes keep of its images, and the deviation
     deviations: ByClass
+    roots: ByClass  # and of the covariance of the leading numbers the root
     error: Tensor  # of the last task's images: the codec's squared error, summed, and over how many numbers
 
 
@@ -124,7 +128,7 @@ class Server:  # Algorithm 1
         latent, capacity = latent_size(config, setting), setting.capacity
         self.state = Model(
             weights_of(setting.encoder(latent)), {}, torch.zeros(capacity, latent), mask((), capacity),  # 3
-            weights_of(self.codec.net) if isinstance(self.codec, LearnedCodec) else {}, {}, {}, torch.zeros(2),
+            weights_of(self.codec.net) if isinstance(self.codec, LearnedCodec) else {}, {}, {}, {}, torch.zeros(2),
         )  # fmt: skip
 
     def broadcast(self) -> Model:
@@ -159,10 +163,9 @@ class Server:  # Algorithm 1
         c, s = self.config, self.state
         s.centroids = placing.placed(s.centroids, task, sums, counts, c.alignment, c.spacing, c.align_steps)
         s.seen = mask(task.seen, len(s.centroids))
-        new = [j for j in task.new if j in firsts]
-        means = {j: firsts[j] / counts[j] for j in new}
-        s.means = s.means | means
-        s.deviations = s.deviations | {j: (seconds[j] / counts[j] - means[j] ** 2).clamp_min(0).sqrt() for j in new}
+        leading = making.leading(self.codec, s.codec, c.tied)
+        means, deviations, roots = making.moments(firsts, seconds, counts, leading, task.new)
+        s.means, s.deviations, s.roots = s.means | means, s.deviations | deviations, s.roots | roots
 
     def measured(self) -> dict[str, float | None]:
         """Say how near to the last task's images their decoded codes are: the peak signal-to-noise ratio in dB."""
@@ -197,17 +200,10 @@ class Client:  # Algorithm 2
     @torch.no_grad()
     def propose(self, memory: Memory, data: LocalData, message: Model) -> Proposal:
         loaded(self.net, message.weights)
-        new = {j: data.of(j) for j in data.classes() if j in data.task.new}
-        z = by_class(self.encoded, new)  # 13
-        numbers = (
-            {} if isinstance(codec := self.codec, WebpCodec) else by_class(partial(codec.numbers, message.codec), new)
-        )
-        return Proposal(
-            {j: own.sum(0) for j, own in z.items()},
-            {j: own.sum(0) for j, own in numbers.items()},
-            {j: own.square().sum(0) for j, own in numbers.items()},
-            {j: torch.tensor(len(own)) for j, own in new.items()}, len(data.labels),
-        )  # fmt: skip  # 14
+        sums, counts = placing.proposed(by_class(self.encoded, keeping.new_images(data)))  # 13
+        numbers = making.numbers_of(self.codec, message.codec, keeping.new_images(data))
+        firsts, seconds = making.summed(numbers, making.leading(self.codec, message.codec, self.config.tied))
+        return Proposal(sums, firsts, seconds, counts, len(data.labels))  # 14
 
     @remote
     def train(self, memory: Memory, data: LocalData, message: Model) -> Training[Update]:  # 3
@@ -217,25 +213,30 @@ class Client:  # Algorithm 2
             self.loss, load, ("net",), pool, self.config.lr, self.given(pool, data.task, message),
             new_share=self.config.new_share,
         )  # fmt: skip  # 15-17, 22-25
-        own = data.cached(
-            "own", lambda _: int((~pool.extra["made"]).sum())
-        )  # what is made up is no reason to weigh more
+        own = data.cached("own", lambda _: int((~pool.extra["made"]).sum()))  # made-up ones are no reason to weigh more
         return Update(trained.weights, min(trained.count, max(1, own)))
 
     @torch.no_grad()
     def interleaved(self, memory: Memory, data: LocalData, message: Model, generator: torch.Generator) -> Pool:
         """Put what is replayed beside the images of the task."""
-        at_hand = data.classes()  # of old ones, too, in a client that stayed behind
+        c, at_hand = self.config, data.classes()  # of old classes, too, in a client that stayed behind
+        new = keeping.passed(self.keeper, message.codec, data) if c.one_domain else data.images  # 4
         replay = {j: codes for j, codes in memory.codes.items() if j not in at_hand}
-        kept = recalled(self.keeper, message.codec, replay)  # 5-7
-        absent = [j for j in data.task.old if j in message.means and j not in kept and j not in at_hand]  # 8
-        number = self.usual_number(memory, data) if self.config.global_replay else 0
-        made = self.made_up(absent if number else [], number, message, generator)  # 9
-        new = passed(self.keeper, message.codec, data) if self.config.one_domain else data.images  # 4
+        kept = keeping.recalled(self.keeper, message.codec, replay)  # 5-7
+        number = c.made_up or making.usual_number(memory.codes, data)
+        absent = making.absent(data, kept) if c.global_replay and number else []  # 8
+        made = self.made_up(absent, number, message, generator)  # 9
         images = torch.cat([new, *kept.values(), *made.values()])  # 10, 11
-        labels = torch.cat([data.labels, labels_of(kept | made).to(data.labels)])
+        labels = torch.cat([data.labels, keeping.labels_of(kept | made).to(data.labels)])
         is_made = torch.arange(len(images), device=labels.device) >= len(images) - number * len(made)
         return Pool(images, labels, extra={"made": is_made})
+
+    def made_up(self, classes: Iterable[int], number: int, message: Model, generator: torch.Generator) -> ByClass:
+        """Draw so many images of each class whose moments are known."""
+        m, known = message, [j for j in classes if j in message.means]
+        leading = making.leading(self.codec, m.codec, self.config.tied)
+        numbers = making.drawn(m.means, m.deviations, m.roots, leading, known, number, generator)
+        return making.pictures_of(self.codec, m.codec, numbers)
 
     def given(self, pool: Pool, task: Task, message: Model) -> Given:
         """Say what the loss has to know of the classes."""
@@ -263,10 +264,10 @@ class Client:  # Algorithm 2
     @remote
     @torch.no_grad()
     def remember(self, memory: Memory, data: LocalData, message: Fitted) -> Remembered:
-        keep, rows = self.quotas(memory, data), shuffled_rows(data)
+        fitted, keep, rows = message.weights, self.quotas(memory, data), keeping.shuffled_rows(data)
         chosen = {j: rows[j][:number] for j, number in keep.items() if j in rows}  # 28
-        memory.codes = updated(self.keeper, message.weights, memory.codes, data, chosen, keep)  # 26: not encoded again
-        error = squared_error(passed(self.keeper, message.weights, data).float(), data.images.float()).sum()
+        memory.codes = keeping.updated(self.keeper, fitted, memory.codes, data, chosen, keep)  # 26: not encoded again
+        error = squared_error(keeping.passed(self.keeper, fitted, data).float(), data.images.float()).sum()
         return Remembered(torch.stack([error, error.new_tensor(data.images.numel())]))  # 2, 27, 29
 
     def quotas(self, memory: Memory, data: LocalData) -> dict[int, int]:
@@ -274,20 +275,7 @@ class Client:  # Algorithm 2
         if self.config.exemplars == "none":
             return {}
         room = int(self.config.memory_share * self.setting.budget.at(data.task))
-        return quotas(self.keeper if self.config.exemplars == "raw" else self.codec, memory.codes, data, room)
-
-    def usual_number(self, memory: Memory, data: LocalData) -> int:
-        """Say how many images to make up of a class: as many as the client has codes of one, or images if no code."""
-        held = {j: len(codes) for j, codes in memory.codes.items()} or {j: len(data.of(j)) for j in data.classes()}
-        return self.config.made_up or (max(1, round(sum(held.values()) / len(held))) if held else 0)
-
-    def made_up(self, classes: list[int], number: int, message: Model, generator: torch.Generator) -> ByClass:
-        """Draw images of classes from the moments of their codes: line 9."""
-        drawn = {
-            j: message.means[j] + message.deviations[j] * normal((number, len(message.means[j])), generator)
-            for j in classes
-        }
-        return {} if isinstance(self.codec, WebpCodec) else by_class(partial(self.codec.pictures, message.codec), drawn)
+        return keeping.quotas(self.keeper if self.config.exemplars == "raw" else self.codec, memory.codes, data, room)
 
     def encoded(self, images: Tensor) -> Tensor:
         """Return f(images), with the weights last loaded."""
@@ -299,29 +287,27 @@ class Client:  # Algorithm 2
 
     @torch.no_grad()
     def look(self, memory: Memory, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:
-        new, some = shuffled_rows(data), {j: memory.codes[j] for j in classes if j in memory.codes}
-        made = self.made_up([j for j in classes if j in message.means], 1, message, data.generator)
+        new, some = keeping.shuffled_rows(data), {j: memory.codes[j] for j in classes if j in memory.codes}
+        made = self.made_up(classes, 1, message, data.generator)
         return Pictures(
             real={j: data.images[new[j][0]] for j in classes if j in new},
-            kept={j: images[0] for j, images in recalled(self.keeper, message.codec, some).items()},
+            kept={j: images[0] for j, images in keeping.recalled(self.keeper, message.codec, some).items()},
             made={j: images[0] for j, images in made.items()},
         )
 
     def exposed(self, memory: Memory, data: LocalData, message: Model) -> Exposed:
-        return Exposed(*paired(self.keeper, message.codec, memory.codes, data))
+        return Exposed(*keeping.paired(self.keeper, message.codec, memory.codes, data))
 
     def overheard(self, memory: Memory, data: LocalData, message: Model) -> Exposed:
         """Show the images of mean codes: the first moments that `propose` sends."""
-        if isinstance(codec := self.codec, WebpCodec):
-            return Exposed({}, {})
-        new = {j: data.of(j) for j in data.classes() if j in data.task.new}
-        means = {j: own.mean(0, True) for j, own in by_class(partial(codec.numbers, message.codec), new).items()}
-        return Exposed(new, by_class(partial(codec.pictures, message.codec), means))
+        numbers = making.numbers_of(self.codec, message.codec, keeping.new_images(data))
+        means = {j: own.mean(0, True) for j, own in numbers.items()}
+        return Exposed({j: data.of(j) for j in means}, making.pictures_of(self.codec, message.codec, means))
 
     @torch.no_grad()
     def invented(self, message: Model, number: int, generator: torch.Generator) -> Tensor:
         each = max(1, number // max(1, len(message.means)))
-        made = self.made_up(list(message.means), each, message, generator)
+        made = self.made_up(message.means, each, message, generator)
         return torch.cat(list(made.values()) or [torch.zeros(0, *self.setting.shape, dtype=torch.uint8)])
 
 
@@ -332,7 +318,7 @@ def codec_of(config: Config, setting: Setting) -> TransformCodec | LearnedCodec 
     size = config.code_bytes or min(numbers, max(least, round(numbers / 10)))
     if config.exemplars in ("codes", "raw"):
         room = setting.budget.per_client  # a share of it may be too small: hr-mini keeps nothing then
-        room_for_one(numbers if config.exemplars == "raw" else size, room, "a smaller code_bytes")
+        keeping.room_for_one(numbers if config.exemplars == "raw" else size, room, "a smaller code_bytes")
     return build(config.codec, setting.shape, size, config.codec_width)
 
 

@@ -8,7 +8,7 @@ forgetting) back into images. On natural images it collapses: see RESULTS.md.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from fcil.blocks import centroids as placing
+from fcil.blocks import made_up as making
 from fcil.blocks.augment import augmented
-from fcil.blocks.codes import BITS, code_bytes, packed, scale_bytes, unpacked
-from fcil.blocks.exemplars import labels_of, shares, shuffled
+from fcil.blocks.codes import BITS, code_bytes, renewed, scale_bytes, unpacked
+from fcil.blocks.exemplars import holdings, labels_of, new_images, shares, shuffled
 from fcil.blocks.losses import divergence_from_normal, expected_squared_error, norm_error, squared_error
 from fcil.blocks.training import as_bytes, by_class, in_parts, loaded, normal, weights_of
 from fcil.knobs import knob
@@ -189,9 +190,8 @@ class Client:  # Algorithm 2
     @torch.no_grad()
     def propose_centroids(self, memory: Memory, data: LocalData, message: Model) -> Proposal:
         loaded(self.net, message.weights)
-        codes = by_class(self.encoded, {j: data.of(j) for j in data.classes() if j in data.task.new})  # 13
-        counts = {j: torch.tensor(len(z)) for j, z in codes.items()}
-        return Proposal({j: z.sum(0) for j, z in codes.items()}, counts, len(data.labels))  # 14
+        sums, counts = placing.proposed(by_class(self.encoded, new_images(data)))  # 13
+        return Proposal(sums, counts, len(data.labels))  # 14
 
     @remote
     def train(self, memory: Memory, data: LocalData, message: Model) -> Training[Update]:  # 3
@@ -210,16 +210,19 @@ class Client:  # Algorithm 2
         loaded(self.old, message.old_weights)
         at_hand = data.classes()  # of old ones, too, in a client that stayed behind
         kept = {j: images for j, images in self.recalled(memory, message).items() if j not in at_hand}  # 5-7
-        absent = [j for j in data.task.old if self.config.global_replay and j not in kept and j not in at_hand]  # 8
-        labels = torch.tensor(absent, dtype=torch.int64).repeat_interleave(self.usual_number(memory, data))
-        z = message.centroids[labels]
-        made = self.decoded(z + self.noise * normal(z.shape, generator))  # 9
-        images = torch.cat([data.images, *kept.values(), made])  # 4, 10, 11
-        kinds = torch.tensor([0, 1, 2]).repeat_interleave(
-            torch.tensor([len(data.images), len(images) - len(data.images) - len(made), len(made)])
-        )
-        every_label = torch.cat([data.labels, labels_of(kept).to(data.labels), labels.to(data.labels)])
-        return Pool(images, every_label, extra={"kind": kinds.to(data.labels)})
+        absent = making.absent(data, kept) if self.config.global_replay else []  # 8
+        number = self.config.made_up or making.usual_number(memory.codes, data)
+        made = self.made_up(absent, number, message, generator)  # 9
+        images = torch.cat([data.images, *kept.values(), *made.values()])  # 4, 10, 11
+        labels = torch.cat([data.labels, labels_of(kept | made).to(data.labels)])
+        counts = torch.tensor([len(data.labels), len(labels_of(kept)), len(labels_of(made))])
+        kinds = torch.tensor([0, 1, 2]).repeat_interleave(counts)
+        return Pool(images, labels, extra={"kind": kinds.to(labels)})
+
+    def made_up(self, classes: list[int], number: int, message: Model, generator: torch.Generator) -> ByClass:
+        """Decode noisy centroids, with the weights last loaded: so many images of each class."""
+        z = {j: message.centroids[j].expand(number, -1) for j in classes if number}
+        return by_class(lambda rows: self.decoded(rows + self.noise * normal(rows.shape, generator)), z)
 
     def loss(self, nets: Nets, batch: Batch, centroids: Tensor) -> Tensor:  # 18
         """Eq. 7 and the two distillation terms, averaged over a minibatch."""
@@ -262,24 +265,16 @@ class Client:  # Algorithm 2
         if c.exemplars in ("raw", "images"):
             memory.codes = {j: (memory.codes | chosen)[j][:number] for j, number in keep.items()}
         else:
-            rows = again | by_class(self.encoded, chosen)
-            stay = {j for j in keep if c.memory_update == "frozen" and j not in chosen}
-            codes, scales = packed({j: rows[j][:n] - p[j] for j, n in keep.items() if j not in stay}, self.bits)
-            codes |= {j: memory.codes[j][: keep[j]].clone() for j in stay}
-            scales |= {j: memory.scales[j] for j in stay}
-            memory.codes = {j: codes[j] for j in keep}
-            memory.scales = {j: scales[j] for j in keep}
+            fresh = (again if c.memory_update == "reencode" else {}) | by_class(self.encoded, chosen)
+            rows = {j: z - p[j] for j, z in fresh.items()}
+            memory.codes, memory.scales = renewed(memory.codes, memory.scales, rows, keep, self.bits)
         own = again | by_class(self.encoded, new) if c.centroids == "per_client" else {}
         means = {j: z.mean(0) for j, z in own.items()}
         return Remembered(placing.counted(again, p, message.seen), means)  # 2, 27, 29
 
     def quotas(self, memory: Memory, data: LocalData) -> dict[int, int]:
-        """Say how many exemplars of each class to keep from now on; `images` count as the codes they stand for.
-
-        Of a class at hand they are taken anew: a client that stayed behind has the images it encoded before.
-        """
-        held = {j: len(codes) for j, codes in memory.codes.items()} | {j: len(data.of(j)) for j in data.classes()}
-        held = {j: held[j] for j in sorted(held) if self.config.exemplars != "none"}
+        """Say how many exemplars of each class to keep from now on; `images` count as the codes they stand for."""
+        held = holdings(memory.codes, data) if self.config.exemplars != "none" else {}
         room = int(self.config.memory_share * self.setting.budget.at(data.task))
         if self.config.quota_over == "seen":
             room = room * len(held) // len(data.task.seen)
@@ -287,11 +282,6 @@ class Client:  # Algorithm 2
         if self.config.exemplars == "raw":
             size, each = math.prod(self.setting.shape), 0
         return {j: number for j, number in shares(held, room, size, each, data.generator).items() if number}
-
-    def usual_number(self, memory: Memory, data: LocalData) -> int:
-        """Say how many images to make up of a class: as many as the client has codes of one, or images if no code."""
-        held = {j: len(codes) for j, codes in memory.codes.items()} or {j: len(data.of(j)) for j in data.classes()}
-        return self.config.made_up or (max(1, round(sum(held.values()) / len(held))) if held else 0)
 
     def predict(self, message: Model, images: Tensor) -> Tensor:
         codes, _ = loaded(self.net, message.weights).encode(images)  # type: ignore[operator]
@@ -302,27 +292,25 @@ class Client:  # Algorithm 2
     @torch.no_grad()
     def look(self, memory: Memory, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:
         loaded(self.old, message.weights)
-        new, shown = shuffled(data), [j for j in classes if j in memory.codes]
-        some = Memory({j: memory.codes[j] for j in shown}, {j: memory.scales[j] for j in shown if j in memory.scales})
+        new = shuffled(data)
         return Pictures(
             real={j: new[j][0] for j in classes if j in new},
-            kept={j: images[0] for j, images in self.recalled(some, message).items()},
+            kept={j: images[0] for j, images in self.recalled(memory, message, classes).items()},
             made={j: self.decoded(message.centroids[j : j + 1])[0] for j in classes},
         )
 
     @torch.no_grad()
     def exposed(self, memory: Memory, data: LocalData, message: Model) -> Exposed:
         loaded(self.old, message.weights)
-        new = {j: images for j, images in shuffled(data).items() if j in memory.codes}
-        some = Memory({j: memory.codes[j] for j in new}, {j: memory.scales[j] for j in new if j in memory.scales})
-        kept = self.recalled(some, message)
+        new = shuffled(data)
+        kept = self.recalled(memory, message, new)
         return Exposed({j: new[j][: len(own)] for j, own in kept.items()}, kept, drawn=True)
 
     @torch.no_grad()
     def overheard(self, memory: Memory, data: LocalData, message: Model) -> Exposed:
         """Show the decoded class means that `propose_centroids` sends, by the model that they were made with."""
         loaded(self.net, message.old_weights), loaded(self.old, message.old_weights)
-        new = {j: data.of(j) for j in data.classes() if j in data.task.new}
+        new = new_images(data)
         means = {j: z.mean(0, True) for j, z in by_class(self.encoded, new).items()}
         return Exposed(new, by_class(self.decoded, means))
 
@@ -343,14 +331,15 @@ class Client:  # Algorithm 2
 
     def restored(self, memory: Memory, message: Model) -> ByClass:
         """Return the codes that are kept as numbers."""
-        codes = unpacked({j: memory.codes[j] for j in sorted(memory.codes)}, memory.scales, self.bits, self.latent)
+        codes = unpacked(memory.codes, memory.scales, self.bits, self.latent)
         return {j: rows + message.centroids[j] for j, rows in codes.items()}
 
-    def recalled(self, memory: Memory, message: Model) -> ByClass:
-        """Return the exemplars that are kept as images."""
+    def recalled(self, memory: Memory, message: Model, classes: Container[int] | None = None) -> ByClass:
+        """Return the exemplars that are kept, of some classes or of all, as images; with the weights last loaded."""
+        kept = {j: memory.codes[j] for j in sorted(memory.codes) if classes is None or j in classes}
         if self.config.exemplars in ("raw", "images"):
-            return {j: memory.codes[j] for j in sorted(memory.codes)}
-        return by_class(self.decoded, self.restored(memory, message))
+            return kept
+        return by_class(self.decoded, self.restored(Memory(kept, memory.scales), message))
 
 
 def latent_size(config: Config, setting: Setting) -> int:
