@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fcil.blocks.codec import named
 from fcil.blocks.exemplars import paired, pictured, recalled, rehearsed, room_for_one, with_replay
-from fcil.blocks.losses import binary_cross_entropy
+from fcil.blocks.losses import binary_cross_entropy, one_hot
 from fcil.blocks.nearest_mean import FeatureSums, Model, class_means, feature_sums, nearest_or_head, with_mean_features
 from fcil.blocks.training import features_of, loaded, weights_of
 from fcil.federation.rounds import fedavg, fit_codec, measure
@@ -127,7 +127,7 @@ class Client:
 def loss(nets: Nets, batch: Batch, given: Given) -> Tensor:
     """Cross-entropy of each output; the targets of old classes are what the old network says."""
     logits = nets["net"](batch.images)
-    target = (batch.labels[:, None] == torch.arange(logits.shape[1], device=logits.device)).to(logits)
+    target = one_hot(batch.labels, logits)
     if "old" in nets:
         with torch.no_grad():
             target = torch.where(given.old, nets["old"](batch.images).sigmoid(), target)
