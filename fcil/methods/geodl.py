@@ -5,6 +5,10 @@ exemplars and nearest mean (Rebuffi et al., CVPR 2017), as the local training of
 averaging. The old network's features of a batch span one subspace, the new network's another. Old and new features
 of an image should look alike in all subspaces on the way from one to the other, which a kernel in closed form tells.
 This term stands in place of iCaRL's distillation; the head learns labels by cross-entropy and serves training only.
+
+Where this differs from the released code, which has no iCaRL: the head is linear, and its new rows begin at random, not
+as a cosine head with rows imprinted. The kernel is exact (`centre` and `form` have what that code does). A batch of
+fewer than four images goes without the term. Memory and means are as in fcil/methods/icarl.py.
 """
 
 from collections.abc import Iterator

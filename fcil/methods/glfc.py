@@ -6,8 +6,10 @@ classes where an old model has them. It notices a new task by itself: the global
 Then it sends what a small fixed network learns from a typical image of each of its classes; the proxy server rebuilds
 these images and keeps the model that classifies them best. Whoever has such gradients has the images: see replay.png.
 
-Exemplars are chosen when a task ends, not when the next one is noticed: the model is the same, but by then the images
-are gone. None is chosen twice.
+Where this differs from the released code: exemplars are chosen when a task ends, not when the next one is noticed, for
+the model is the same, but by then the images are gone; none is chosen twice. The rise of the entropy that tells of a
+task is the paper's where it brings ten classes, and is scaled for other numbers. At most `prototypes` are rebuilt at a
+time. The learning rate follows the protocol; there it falls in some rounds and is back in the next.
 """
 
 import math

@@ -5,6 +5,10 @@ local training of each client inside federated averaging. Every output is a sigm
 where the old network had them, for new images and exemplars alike, and those of new classes learn the label. The head
 serves training only: an image belongs to the class whose exemplars' mean feature is nearest, means taken over all
 clients.
+
+Where this differs from the paper: memory is shared out among the classes that a client itself has had, and what small
+ones leave over goes to the others; mirror images count in the means only where training mirrors; and inside a task,
+before its classes have exemplars, the head classifies.
 """
 
 from collections.abc import Iterator

@@ -16,7 +16,10 @@ Where this differs from the release: both players step at once, from the same po
 so short a time the encoder would outrun the decoder, whose images then all look alike; so it climbs what the decoder
 descends with a small weight, `ascent`. There is no base model, trained for a thousand epochs before. And the networks,
 the benchmark's, normalise over groups of channels, whatever `norm` is: the released ones hold the batch statistics of
-that base model fixed. Inside a task, before there are moments of its classes, only old ones are predicted.
+that base model fixed. Features have more numbers where there are more classes (`latent`), and `eps` allows a larger
+error where they have more than a step has images. A class's directions come from its moments, with one Gaussian each,
+and not from the features that lie along them most. Its subspace has at most as many dimensions as it has directions.
+Inside a task, before there are moments of its classes, only old ones are predicted.
 """
 
 import math
