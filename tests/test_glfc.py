@@ -19,6 +19,7 @@ from fcil.experiment import Parts, assemble, run
 from fcil.federation.engine import threads
 from fcil.federation.loop import Line, learn
 from fcil.method import Batch
+from fcil.methods import glfc
 from fcil.methods.glfc import Client, Config, Given, Memory, Model, Server, State, compensation
 from fcil.records import flatten, read_tensors, size_in_bytes
 from fcil.scenario.scenario import Scenario
@@ -292,6 +293,19 @@ def test_a_prototype_is_perturbed_towards_what_the_local_model_knows() -> None:
         return float(F.binary_cross_entropy_with_logits(logits, F.one_hot(torch.tensor(list(pictures)), 2).float()))
 
     assert images.keys() == labels.keys() and confusion(labels) < confusion(images)
+
+
+def test_a_prototype_takes_the_papers_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    of, taken = watched(), []
+    asked, client = next(a for a in every(of, "train") if a.reply.gradients), Client(Config(), of.parts.setting)
+
+    def perturbing(loss: Any, start: Tensor, *how: float) -> Tensor:
+        taken.append(how)
+        return start
+
+    monkeypatch.setattr(glfc, "perturbed", perturbing)
+    client.gradients(asked.data, asked.reply.weights, asked.message)
+    assert taken == [(50, 0.2, 1e-5)]
 
 
 def rebuilt_of(of: Watched) -> dict[int, Tensor]:

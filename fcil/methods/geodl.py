@@ -22,7 +22,15 @@ from torch.nn import functional as F
 from fcil.blocks.codec import named
 from fcil.blocks.exemplars import paired, pictured, recalled, rehearsed, room_for_one, with_replay
 from fcil.blocks.losses import cross_entropy
-from fcil.blocks.nearest_mean import FeatureSums, Model, class_means, feature_sums, nearest_or_head, with_mean_features
+from fcil.blocks.nearest_mean import (
+    FeatureSums,
+    Model,
+    class_means,
+    feature_sums,
+    nearest_or_head,
+    with_mean_features,
+    without_mean,
+)
 from fcil.blocks.subspaces import geodesic, principal
 from fcil.blocks.training import features_of, loaded, weights_of
 from fcil.federation.rounds import fedavg, fit_codec, measure
@@ -91,6 +99,9 @@ class Server:
         yield from fedavg(self, clients, Client.train)
         replies = clients.ask(clients.everyone(), Client.remember, self.broadcast())
         self.state.means = class_means(replies.sum("sums"), replies.sum("counts"), self.state.means)
+
+    def measured(self) -> dict[str, float | None]:
+        return without_mean(self.state.means, self.state.new | self.state.old)
 
 
 class Client:
