@@ -181,6 +181,21 @@ def test_leaving_out_a_part_changes_what_images_are_scored_by(part: str) -> None
     assert (early[0] == early[1]) == (part == "adversarial"), "the student waits for the end of the warm-up"
 
 
+@pytest.mark.parametrize("augment", ["none", "crop"])
+def test_teacher_and_student_see_made_images_as_training_shows_images(augment: str) -> None:
+    made, seen = synthesis(student_steps=1, batch_made=8), {"teacher": list[Tensor](), "student": list[Tensor]()}
+    made.augment = augment
+    for who, shown in seen.items():
+        getattr(made, who).register_forward_pre_hook(lambda _, images, shown=shown: shown.append(images[0].detach()))
+    images = torch.randint(0, 256, (8, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    made.loss(images / 255, torch.tensor([0, 1] * 4), late=True)
+    made.teach(images, 0.0)
+    for one, other in zip(seen["teacher"], seen["student"], strict=True):
+        assert torch.equal(one, other), "the same views"
+        assert all((view == images / 255).flatten(1).all(1).any() for view in one) == (augment == "none")
+    assert len(seen["teacher"]) == 2
+
+
 def test_the_best_batch_of_all_steps_is_kept_and_the_generator_learns_from_every_step() -> None:
     made = synthesis(generator_steps=6, batch_made=16)
     scores, shown, do = [], [], made.loss
