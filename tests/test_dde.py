@@ -228,6 +228,20 @@ def test_neighbours_have_no_gradient_and_leave_the_direction_alone() -> None:
         assert torch.allclose(net.direction, 0.9 * before + net.features(batch.images).mean(0), atol=1e-5)
 
 
+@pytest.mark.parametrize(("augment", "same"), [("none", True), ("crop", False)])
+def test_neighbours_are_augmented_as_images_are(augment: str, same: bool) -> None:
+    parts, _, _, fit, _ = at_work(augment=augment)
+    parts.engine.slots[0].networks.thaw(fit)
+    extra = {name: values[:4] for name, values in fit.pool.extra.items()}
+    client: Any = parts.engine.client
+    near = []
+    for seed in (0, 1):
+        draws = torch.Generator().manual_seed(seed)
+        batch = Batch(fit.pool.images[:4] / 255, fit.pool.labels[:4], draws, extra)
+        near.append(client.neighbours(parts.engine.nets["net"], batch, fit.given))
+    assert torch.equal(*near) == same
+
+
 def test_in_the_first_task_there_is_cross_entropy_alone_and_nothing_is_subtracted() -> None:
     parts = assemble(tiny_plan("dde", tasks=1, rounds=1, steps=1), "cpu", workers=1)
     for _ in learn(parts.scenario, parts.server, parts.door, parts.engine):

@@ -11,16 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fcil.blocks.training import weights_of
-from fcil.experiment import Parts, assemble, run
-from fcil.federation.engine import threads
-from fcil.federation.fitting import order
-from fcil.federation.loop import learn
-from fcil.methods import fedftg
-from fcil.methods.fedftg import (
-    Client,
-    Message,
-    State,
+from fcil.blocks import hard_images
+from fcil.blocks.hard_images import (
     Teacher,
     classification,
     disagreement,
@@ -29,6 +21,12 @@ from fcil.methods.fedftg import (
     shares,
     soft_cross_entropy,
 )
+from fcil.blocks.training import weights_of
+from fcil.experiment import Parts, assemble, run
+from fcil.federation.engine import threads
+from fcil.federation.fitting import order
+from fcil.federation.loop import learn
+from fcil.methods.fedftg import Client, Message, State
 from fcil.networks.conditional_generator import ConditionalGenerator
 from fcil.plan import plan
 from fcil.records import flatten, read_tensors
@@ -195,7 +193,7 @@ def watched(method: str = "fedftg", **changes: Any) -> Watched:
         found.drawn.append([])
         before = {n: t.clone() for n, t in server.state.weights.items()}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fedftg, "descend", descending(found, server, fedftg.descend))
+            patch.setattr(hard_images, "descend", descending(found, server, hard_images.descend))
             patch.setattr(server.generator, "forward", making(found, server.generator.forward))  # type: ignore[attr-defined]
             tune(weights, counts, round, seed)
         found.tuned.append({"weights": weights, "counts": counts, "before": before})
@@ -320,7 +318,7 @@ def test_only_models_that_came_teach() -> None:
     came = [[reply for reply in replies if reply.count] for replies in of.replies]
     assert [len(tuned["weights"]) for tuned in of.tuned] == [len(replies) for replies in came if replies]
     most = max(len(t["weights"]) + bool(s.old_weights) for t, s in zip(of.tuned, of.states, strict=False))
-    assert len(of.parts.server.scratch) <= max(most, 4), "networks for the teachers of one round, and no more"  # type: ignore[attr-defined]
+    assert len(of.parts.server.bench.scratch) <= max(most, 4), "networks for the teachers of one round, and no more"  # type: ignore[attr-defined]
 
 
 def test_a_client_that_stayed_behind_teaches_what_it_has() -> None:

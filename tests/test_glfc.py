@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fcil.blocks.inversion import LeNet, gradients, labels_in
+from fcil.blocks.prototype_gradients import Search
 from fcil.blocks.training import loaded
 from fcil.experiment import Parts, assemble, run
 from fcil.federation.engine import threads
 from fcil.federation.loop import Line, learn
 from fcil.method import Batch
+from fcil.methods import glfc
 from fcil.methods.glfc import Client, Config, Given, Memory, Model, Server, State, compensation
 from fcil.records import flatten, read_tensors, size_in_bytes
 from fcil.scenario.scenario import Scenario
@@ -293,10 +295,26 @@ def test_a_prototype_is_perturbed_towards_what_the_local_model_knows() -> None:
     assert images.keys() == labels.keys() and confusion(labels) < confusion(images)
 
 
+def test_a_prototype_takes_the_papers_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    of, taken = watched(), []
+    asked, client = next(a for a in every(of, "train") if a.reply.gradients), Client(Config(), of.parts.setting)
+
+    def perturbing(loss: Any, start: Tensor, *how: float) -> Tensor:
+        taken.append(how)
+        return start
+
+    monkeypatch.setattr(glfc, "perturbed", perturbing)
+    client.gradients(asked.data, asked.reply.weights, asked.message)
+    assert taken == [(50, 0.2, 1e-5)]
+
+
 def rebuilt_of(of: Watched) -> dict[int, Tensor]:
     """What the server rebuilt of the first client's gradients in the first round."""
     sent = next(a for a in every(of, "train") if a.reply.gradients).reply.gradients
-    found, labels = of.parts.server.rebuilt(torch.stack(list(sent.values())), 0)  # type: ignore[attr-defined]
+    server: Any = of.parts.server
+    c = server.config
+    how = Search(c.inversion_steps, c.inversion_inner, c.inversion_lr, c.iterates)
+    found, labels = server.proxy.rebuilt(torch.stack(list(sent.values())), c.prototypes, how, 0)
     return dict(zip(labels.tolist(), found, strict=True))
 
 
@@ -328,10 +346,11 @@ def chosen(accuracies: list[float], arrivals: set[int], **settings: Any) -> list
     """Which rounds' models are best_1 and best_2 after each round (-1: none), and the best accuracy."""
     server, found = Server(Config(**settings), tiny_setting()), []
     state = server.state
-    server.rebuilt = lambda sent, seed: (state.proxies, torch.zeros(1, dtype=torch.int64))  # type: ignore[method-assign]
+    proxy: Any = server.proxy
+    proxy.rebuilt = lambda sent, most, how, seed: (state.proxies, torch.zeros(1, dtype=torch.int64))
     for round, accuracy in enumerate(accuracies):
         state.weights, state.seen = {"round": torch.tensor(round)}, mask(tuple(range(round)), 10)
-        server.proxy_accuracy = lambda seed, a=accuracy: a  # type: ignore[method-assign, misc]
+        proxy.accuracy = lambda *rest, a=accuracy: a
         server.choose([torch.zeros(1)] if round in arrivals else [], 0)
         one, two = (int(w["round"]) if w else -1 for w in (state.best_1, state.best_2))
         assert int(state.knows_1.sum()) == max(0, one) and int(state.knows_2.sum()) == max(0, two)

@@ -67,7 +67,7 @@ class Given:
 def by_fcil(**settings: Any) -> tuple[Given, Outcome]:
     parts = assemble(plan("glfc", ALONE, settings={**SETTINGS, **settings}), "cpu", workers=1)
     state, out = parts.server.state, Outcome()
-    given = Given({n: t.clone() for n, t in state.weights.items()}, dict(parts.server.lenet.named_parameters()))  # type: ignore[attr-defined]
+    given = Given({n: t.clone() for n, t in state.weights.items()}, dict(parts.server.proxy.lenet.named_parameters()))  # type: ignore[attr-defined]
     for task in parts.scenario.tasks:
         parts.scenario.begin(task)
         data = parts.scenario.local(0, task)

@@ -1,5 +1,6 @@
 """iCaRL: its loss, its herding, its nearest mean; and one client is the centralised algorithm."""
 
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -202,9 +203,24 @@ def test_classification_is_by_the_mean_of_exemplars_over_all_clients() -> None:
     assert torch.equal(parts.engine.classify(parts.server.broadcast(), test), nearest)
 
 
-def test_a_class_without_exemplars_is_never_predicted() -> None:
+def test_a_class_without_exemplars_is_never_predicted_and_that_is_said() -> None:
+    parts = learned().parts
+    server, test = deepcopy(parts.server), parts.scenario.dataset.test_images
+    before = parts.engine.classify(server.broadcast(), test)
+    assert (before == 3).any() and server.measured() == {"classes_without_exemplars": 0.0}  # type: ignore[attr-defined]
+    server.state.means[3] = 0
+    after = parts.engine.classify(server.broadcast(), test)
+    assert not (after == 3).any() and torch.equal(before[before != 3], after[before != 3])
+    assert server.measured() == {"classes_without_exemplars": 1.0}  # type: ignore[attr-defined]
+
+
+def test_without_any_exemplar_the_head_classifies() -> None:
     parts = learned(memory=0).parts
-    assert not parts.server.state.means.any()
+    state, net, test = parts.server.state, parts.setting.classifier(), parts.scenario.dataset.test_images[:40]
+    net.load_state_dict(state.weights)
+    with torch.no_grad():
+        said = net.eval()(test)[:, :6].argmax(1)
+    assert not state.means.any() and torch.equal(parts.engine.classify(state, test), said)
 
 
 def test_mirror_images_count_where_training_mirrors() -> None:
@@ -220,14 +236,8 @@ def test_mirror_images_count_where_training_mirrors() -> None:
 
 
 def test_absent_new_classes_may_be_left_out() -> None:
-    assert any(
-        not torch.equal(one, other)
-        for one, other in zip(
-            learned().parts.server.state.weights.values(),
-            learned(mask_absent_new=True, alpha=0.05).parts.server.state.weights.values(),
-            strict=True,
-        )
-    )
+    plain, masked = (learned(alpha=0.05, mask_absent_new=how).parts.server.state for how in (False, True))
+    assert any(not torch.equal(w, masked.weights[name]) for name, w in plain.weights.items())
 
 
 @pytest.mark.parametrize("spec", ["png:300", "webp", "webp:0", "webp:many", "raw:3", ""])

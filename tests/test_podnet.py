@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fcil.blocks.pooled_outputs import flat, spatial
 from fcil.blocks.proxies import clustered, nca, nca_of_the_code
 from fcil.experiment import Parts
 from fcil.federation.engine import threads
 from fcil.method import Batch
-from fcil.methods.podnet import PROXIES, Client, Config, Given, Proposal, Server, flat, spatial
+from fcil.methods.podnet import PROXIES, Client, Config, Given, Proposal, Server
 from fcil.methods.podnet import given as given_by
 from fcil.networks import build, build_with_proxies
 from fcil.networks.heads import Proxies

@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fcil.blocks.losses import cross_entropy
+from fcil.blocks.meta_generator import Synthesis, disagreement
 from fcil.errors import UserError
 from fcil.experiment import Parts, assemble
 from fcil.federation import engine
 from fcil.federation.fitting import order
 from fcil.federation.loop import learn
 from fcil.method import Batch, Fit
-from fcil.methods.target import Client, Config, Given, Model, Server, Synthesis, disagreement, soft_cross_entropy
+from fcil.methods.target import Client, Config, Given, Model, Server, soft_cross_entropy
 from fcil.seeds import seed_of
 from tests import test_reference as plain
 from tests.conftest import QUICK, tiny_plan
@@ -154,8 +155,9 @@ def test_made_images_are_four_to_each_real_one_unless_set() -> None:
 
 
 def test_the_number_of_batches_is_that_of_all_images_or_the_released_ten() -> None:
-    assert (synthesis().batches, synthesis(released_config=True).batches) == (32, 10)
-    assert (synthesis().size, synthesis().lessons, synthesis(batch_made=7, student_steps=3).size) == (32, 25, 7)
+    assert (synthesis().recipe.batches, synthesis(released_config=True).recipe.batches) == (32, 10)
+    small, own = synthesis().recipe, synthesis(batch_made=7, student_steps=3).recipe
+    assert (small.batch_made, small.student_steps, own.batch_made, own.student_steps) == (32, 25, 7, 3)
     c = Config()
     assert c.batches * 256 >= 8000 and c.warm_up < c.batches
     assert (c.distill, c.temperature, c.statistics, c.one_hot, c.adversarial) == (25.0, 2.0, 10.0, 0.5, 1.0)
@@ -177,6 +179,21 @@ def test_leaving_out_a_part_changes_what_images_are_scored_by(part: str) -> None
     assert abs(whole - without) > 1e-4
     early = [synthesis(**how).loss(images, labels, late=False)[0].item() for how in ({}, {part: 0.0})]
     assert (early[0] == early[1]) == (part == "adversarial"), "the student waits for the end of the warm-up"
+
+
+@pytest.mark.parametrize("augment", ["none", "crop"])
+def test_teacher_and_student_see_made_images_as_training_shows_images(augment: str) -> None:
+    made, seen = synthesis(student_steps=1, batch_made=8), {"teacher": list[Tensor](), "student": list[Tensor]()}
+    made.augment = augment
+    for who, shown in seen.items():
+        getattr(made, who).register_forward_pre_hook(lambda _, images, shown=shown: shown.append(images[0].detach()))
+    images = torch.randint(0, 256, (8, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    made.loss(images / 255, torch.tensor([0, 1] * 4), late=True)
+    made.teach(images, 0.0)
+    for one, other in zip(seen["teacher"], seen["student"], strict=True):
+        assert torch.equal(one, other), "the same views"
+        assert all((view == images / 255).flatten(1).all(1).any() for view in one) == (augment == "none")
+    assert len(seen["teacher"]) == 2
 
 
 def test_the_best_batch_of_all_steps_is_kept_and_the_generator_learns_from_every_step() -> None:

@@ -12,6 +12,11 @@ def masked(logits: Tensor, classes: Tensor) -> Tensor:
     return logits.masked_fill(~classes, float("-inf"))
 
 
+def one_hot(labels: Tensor, logits: Tensor) -> Tensor:
+    """Return 1 for every image's own output and 0 for the others; PyTorch's own function reads values."""
+    return (labels[:, None] == torch.arange(logits.shape[1], device=logits.device)).to(logits)
+
+
 def cross_entropy(logits: Tensor, labels: Tensor, classes: Tensor) -> Tensor:
     """Cross-entropy of a softmax over `classes` only."""
     return F.cross_entropy(masked(logits, classes), labels)

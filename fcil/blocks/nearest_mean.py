@@ -74,6 +74,11 @@ def class_means(sums: ByClass | None, counts: ByClass | None, like: Tensor) -> T
     return means
 
 
+def without_mean(means: Tensor, seen: Tensor) -> dict[str, float | None]:
+    """Say how many of the classes `seen` nobody has an exemplar of: they are never predicted."""
+    return {"classes_without_exemplars": float((seen & ~means.any(1)).sum())}
+
+
 def nearness(features: Tensor, means: Tensor) -> Tensor:
     """Score each class by how near its mean is; one without a mean is ruled out."""
     return masked(F.normalize(features) @ means.T, means.any(1))

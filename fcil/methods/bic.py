@@ -6,6 +6,10 @@ freezes the network and corrects the outputs of the new classes to alpha o + bet
 that were held out: a tenth of the exemplars, and as many of each new class, or one that weighs as much. The clients
 send sums of slopes and curvatures over theirs, so that the server descends on the loss of all of them together. The
 pairs of earlier tasks stay with their classes, in training and at test.
+
+Where this differs from the paper: exemplars are drawn at random, since of a herded list the best would be held out. The
+server takes a few of Newton's steps in place of hundreds of plain ones. And alpha is held near 1 as beta is near 0 in
+the released code, or a few easy images would drive it to infinity.
 """
 
 import math

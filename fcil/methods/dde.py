@@ -5,6 +5,11 @@ local training of each client inside federated averaging, with iCaRL's exemplars
 its neighbours among the client's new images, near in the old network's features: so these keep an effect on what is
 learned. Old outputs are distilled as in LUCIR's iCaRL, where the number of old classes in the weight undoes a mean
 over them. While features learn they gather along the new classes; what scores owe to that is subtracted in part.
+
+Where this differs from the released code: neighbours are found once a task, among images as they are, and augmented in
+every step; there, in every epoch among images as augmented for it. A client finds them among its own images, so that it
+may have fewer. The direction is averaged as weights are, by samples with `weighting=samples`. The share that is
+subtracted is fixed, and not learned.
 """
 
 import math

@@ -6,9 +6,9 @@ labels and rotations among the classes at hand; prototypes of old ones, mean fea
 and a contrast that draws images to their class, prototypes included. The server follows slowly: prototypes by a moving
 average, and half of the global model is the last one.
 
-Here clients have SGD, not Adam; its rate was chosen on held-out images of the first task. `weighting=samples` averages
-as the paper does. The released code pre-trains nothing, as its loop takes no step; and its clients measure the radius
-in their own first task, here in the first that anyone has images of.
+Here clients have SGD, not Adam, and no Cutout; the rate was chosen on held-out images of the first task. With
+`weighting=samples` averages are the paper's. The released code pre-trains nothing, as its loop takes no step; and its
+clients measure the radius in their own first task, here in the first that anyone has images of.
 """
 
 from collections.abc import Iterator

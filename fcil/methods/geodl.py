@@ -5,6 +5,10 @@ exemplars and nearest mean (Rebuffi et al., CVPR 2017), as the local training of
 averaging. The old network's features of a batch span one subspace, the new network's another. Old and new features
 of an image should look alike in all subspaces on the way from one to the other, which a kernel in closed form tells.
 This term stands in place of iCaRL's distillation; the head learns labels by cross-entropy and serves training only.
+
+Where this differs from the released code, which has no iCaRL: the head is linear, and its new rows begin at random, not
+as a cosine head with rows imprinted. The kernel is exact (`centre` and `form` have what that code does). A batch of
+fewer than four images goes without the term. Memory and means are as in fcil/methods/icarl.py.
 """
 
 from collections.abc import Iterator
@@ -18,7 +22,15 @@ from torch.nn import functional as F
 from fcil.blocks.codec import named
 from fcil.blocks.exemplars import paired, pictured, recalled, rehearsed, room_for_one, with_replay
 from fcil.blocks.losses import cross_entropy
-from fcil.blocks.nearest_mean import FeatureSums, Model, class_means, feature_sums, nearest_or_head, with_mean_features
+from fcil.blocks.nearest_mean import (
+    FeatureSums,
+    Model,
+    class_means,
+    feature_sums,
+    nearest_or_head,
+    with_mean_features,
+    without_mean,
+)
 from fcil.blocks.subspaces import geodesic, principal
 from fcil.blocks.training import features_of, loaded, weights_of
 from fcil.federation.rounds import fedavg, fit_codec, measure
@@ -87,6 +99,9 @@ class Server:
         yield from fedavg(self, clients, Client.train)
         replies = clients.ask(clients.everyone(), Client.remember, self.broadcast())
         self.state.means = class_means(replies.sum("sums"), replies.sum("counts"), self.state.means)
+
+    def measured(self) -> dict[str, float | None]:
+        return without_mean(self.state.means, self.state.new | self.state.old)
 
 
 class Client:

@@ -6,8 +6,10 @@ classes where an old model has them. It notices a new task by itself: the global
 Then it sends what a small fixed network learns from a typical image of each of its classes; the proxy server rebuilds
 these images and keeps the model that classifies them best. Whoever has such gradients has the images: see replay.png.
 
-Exemplars are chosen when a task ends, not when the next one is noticed: the model is the same, but by then the images
-are gone. None is chosen twice.
+Where this differs from the released code: exemplars are chosen when a task ends, not when the next one is noticed, for
+the model is the same, but by then the images are gone; none is chosen twice. The rise of the entropy that tells of a
+task is the paper's where it brings ten classes, and is scaled for other numbers. At most `prototypes` are rebuilt at a
+time. The learning rate follows the protocol; there it falls in some rounds and is back in the next.
 """
 
 import math
@@ -17,14 +19,13 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from fcil.blocks import inversion
-from fcil.blocks.augment import augmented
 from fcil.blocks.codec import named
 from fcil.blocks.exemplars import paired, passed, pictured, rehearsed, room_for_one, sources, with_replay
-from fcil.blocks.losses import binary_cross_entropies, masked
-from fcil.blocks.training import as_bytes, by_class, features_of, in_parts, loaded, normal, weights_of
+from fcil.blocks.inversion import LeNet, perturbed
+from fcil.blocks.losses import binary_cross_entropies, masked, one_hot
+from fcil.blocks.prototype_gradients import ProxyServer, Search, rebuilt, typical, unnamed_gradients
+from fcil.blocks.training import features_of, in_parts, loaded, weights_of
 from fcil.federation.rounds import fit_codec, measure
 from fcil.knobs import knob
 from fcil.method import Batch, Clients, Exposed, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
@@ -134,10 +135,11 @@ class Server:
 
     def __init__(self, config: Config, setting: Setting):
         self.config, self.setting, self.codec = config, setting, named(config.exemplar_codec, setting.shape)
-        self.net, self.lenet = setting.classifier(), inversion.LeNet(setting.shape, setting.capacity)
+        net = setting.classifier()
+        self.proxy = ProxyServer(net, setting.shape, setting.capacity, setting.augment, setting.device)
         nothing, none = mask((), setting.capacity), torch.zeros(0, *setting.shape, dtype=torch.uint8)
         self.state = State(
-            weights_of(self.net), {}, {}, nothing, nothing, nothing, False, {},
+            weights_of(net), {}, {}, nothing, nothing, nothing, False, {},
             accuracy=0.0, proxies=none, labels=torch.zeros(0, dtype=torch.int64), signals=0,
         )  # fmt: skip
 
@@ -167,36 +169,15 @@ class Server:
 
     def choose(self, sent: list[Tensor], seed: int) -> None:
         """Take over what prototypes came, and keep the global model if none was better on the proxy set."""
-        s = self.state
+        s, c = self.state, self.config
         if sent:
-            s.proxies, s.labels = self.rebuilt(torch.stack(sent), seed)
+            s.proxies, s.labels = self.proxy.rebuilt(torch.stack(sent), c.prototypes, search(c, c.iterates), seed)
             s.best_1, s.knows_1, s.noticed = s.best_2, s.knows_2, True
-            s.accuracy = 0.0 if self.config.reset_best else s.accuracy
-        if len(s.labels) and (accuracy := self.proxy_accuracy(seed)) >= s.accuracy:
-            s.best_2, s.knows_2, s.accuracy = s.weights, s.seen, accuracy
-
-    def rebuilt(self, sent: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-        """Return the images behind gradients, as the last steps of the search have them, and their labels."""
-        c, lenet = self.config, self.lenet.to(sent.device)
-        labels = inversion.labels_in(lenet, sent).tolist()
-        first = sorted(range(len(labels)), key=lambda i: labels[:i].count(labels[i]))[: c.prototypes]
-        sent, label = sent[first], torch.tensor([labels[i] for i in first])
-        start = normal((len(first), *self.setting.shape), torch.Generator().manual_seed(seed)).to(sent)
-        found = inversion.rebuilt(
-            lenet, sent, label.to(sent.device), start, c.inversion_steps, c.inversion_inner, c.inversion_lr, c.iterates
-        )
-        return as_bytes(self.net.normalise.to(sent.device).pixels(found.flatten(0, 1))).cpu(), label.repeat(len(found))
-
-    @torch.no_grad()
-    def proxy_accuracy(self, seed: int) -> float:
-        """Return the global model's accuracy on the proxy set, whose images are augmented as in training."""
-        s = self.state
-        device = torch.device(self.setting.device)
-        images = s.proxies.to(device).to(torch.get_default_dtype()) / 255
-        images = augmented(images, self.setting.augment, torch.Generator(device).manual_seed(seed))
-        net, size = loaded(self.net.to(device), s.weights), max(1, 2**17 // images[0].numel())
-        said = masked(in_parts(net, images, size), s.seen.to(device)).argmax(1)
-        return float((said.cpu() == s.labels).double().mean())
+            s.accuracy = 0.0 if c.reset_best else s.accuracy
+        if len(s.labels):
+            accuracy = self.proxy.accuracy(s.weights, s.seen, s.proxies, s.labels, seed)
+            if accuracy >= s.accuracy:
+                s.best_2, s.knows_2, s.accuracy = s.weights, s.seen, accuracy
 
     def measured(self) -> dict[str, float | None]:
         """Say how often clients noticed a new task, and the best model's accuracy on the proxy set."""
@@ -216,7 +197,7 @@ class Client:
     def __init__(self, config: Config, setting: Setting):
         self.config, self.setting, self.codec = config, setting, named(config.exemplar_codec, setting.shape)
         self.net, self.old = setting.classifier(), setting.classifier()
-        self.lenet = inversion.LeNet(setting.shape, setting.capacity)
+        self.lenet = LeNet(setting.shape, setting.capacity)
         self.at_once = max(1, 2**17 // math.prod(setting.shape))  # images through a network at a time
         room_for_one(self.codec.size, setting.budget.per_client, "another exemplar_codec")
 
@@ -268,26 +249,22 @@ class Client:
         return self.config.compensate * labelled + self.config.distill * kept
 
     def gradients(self, data: LocalData, weights: Weights, message: Model) -> Weights:
-        """Return what LeNet learns from a prototype of each class at hand, in random order."""
+        """Return what LeNet learns from a prototype of each class at hand, moved down the local model's loss."""
         net, classes = loaded(self.net, weights), torch.tensor(data.classes(), device=data.labels.device)
-        images = self.prototypes(passed(self.codec, message.codec, data), data)
-        target = one_hot(classes, message.weights["head.bias"][None])
+        images, target = self.prototypes(data, message), one_hot(classes, message.weights["head.bias"][None])
 
         def loss(x: Tensor) -> Tensor:
             return binary_cross_entropies(net(self.net.normalise.pixels(x)), target, message.seen)
 
         start, c = self.net.normalise(images), self.config
-        images = inversion.perturbed(loss, start, c.perturb_steps, c.perturb_lr, DECAY)
-        rows = inversion.gradients(self.lenet, images, classes)
-        order = torch.randperm(len(rows), generator=data.generator, device=rows.device)
-        return {str(i): row.clone() for i, row in enumerate(rows[order])}
+        images = perturbed(loss, start, c.perturb_steps, c.perturb_lr, DECAY)
+        return unnamed_gradients(self.lenet, images, classes, data.generator)
 
     @torch.no_grad()
-    def prototypes(self, images: Tensor, data: LocalData) -> Tensor:
-        """Return of each class the image whose feature is nearest to their mean, with the weights last loaded."""
-        own = {j: images[data.labels == j] for j in data.classes()}
-        features = {j: F.normalize(found) for j, found in by_class(partial(features_of, self.net), own).items()}
-        return torch.stack([own[j][(f - f.mean(0)).square().sum(1).argmin()] for j, f in features.items()])
+    def prototypes(self, data: LocalData, message: Model) -> Tensor:
+        """Return a typical image of each class, by the weights last loaded."""
+        shown = passed(self.codec, message.codec, data)
+        return typical(shown, data.labels, data.classes(), partial(features_of, self.net))
 
     @remote
     @torch.no_grad()
@@ -310,20 +287,18 @@ class Client:
         """Show what comes of the gradients of prototypes, as the proxy server rebuilds them, beside the prototypes."""
         if not len(data.labels):
             return Exposed({}, {})
-        c, rows = self.config, self.gradients(data, message.weights, message)
-        shown = passed(self.codec, message.codec, data)
-        real = data.images[sources(self.prototypes(shown, data).flatten(1), shown.flatten(1))]
+        rows, shown = self.gradients(data, message.weights, message), passed(self.codec, message.codec, data)
+        real = data.images[sources(self.prototypes(data, message).flatten(1), shown.flatten(1))]
         sent = torch.stack(list(rows.values()))
-        labels = inversion.labels_in(self.lenet, sent)
-        start = normal((len(sent), *self.setting.shape), data.generator).to(sent)
-        found = inversion.rebuilt(
-            self.lenet, sent, labels, start, c.inversion_steps, c.inversion_inner, c.inversion_lr, 1
-        )
-        pictures = as_bytes(self.net.normalise.pixels(found[0]))
+        (pictures,), labels = rebuilt(self.lenet, sent, self.setting.shape, data.generator, search(self.config, 1))
         return Exposed(
             {j: image[None] for j, image in zip(data.classes(), real, strict=True)},
             {j: picture[None] for j, picture in zip(labels.tolist(), pictures, strict=True)},
         )
+
+
+def search(config: Config, iterates: int) -> Search:
+    return Search(config.inversion_steps, config.inversion_inner, config.inversion_lr, iterates)
 
 
 def compensation(logits: Tensor, labels: Tensor, learned: Tensor) -> Tensor:
@@ -333,11 +308,6 @@ def compensation(logits: Tensor, labels: Tensor, learned: Tensor) -> Tensor:
     means = [(off * kind).sum() / kind.sum().clamp_min(1) for kind in (old, 1 - old)]
     mean = (old * means[0] + (1 - old) * means[1]).clamp_min(1e-12)
     return torch.where(learned.any(), off / mean, 1.0)
-
-
-def one_hot(labels: Tensor, logits: Tensor) -> Tensor:
-    """Return 1 for every image's own output and 0 for the others; PyTorch's own function reads values."""
-    return (labels[:, None] == torch.arange(logits.shape[1], device=logits.device)).to(logits)
 
 
 METHOD = Method(Config, Server, Client, Memory)

@@ -5,6 +5,10 @@ local training of each client inside federated averaging. Every output is a sigm
 where the old network had them, for new images and exemplars alike, and those of new classes learn the label. The head
 serves training only: an image belongs to the class whose exemplars' mean feature is nearest, means taken over all
 clients.
+
+Where this differs from the paper: memory is shared out among the classes that a client itself has had, and what small
+ones leave over goes to the others; mirror images count in the means only where training mirrors; and inside a task,
+before its classes have exemplars, the head classifies.
 """
 
 from collections.abc import Iterator
@@ -16,8 +20,16 @@ from torch import Tensor, nn
 
 from fcil.blocks.codec import named
 from fcil.blocks.exemplars import paired, pictured, recalled, rehearsed, room_for_one, with_replay
-from fcil.blocks.losses import binary_cross_entropy
-from fcil.blocks.nearest_mean import FeatureSums, Model, class_means, feature_sums, nearest_or_head, with_mean_features
+from fcil.blocks.losses import binary_cross_entropy, one_hot
+from fcil.blocks.nearest_mean import (
+    FeatureSums,
+    Model,
+    class_means,
+    feature_sums,
+    nearest_or_head,
+    with_mean_features,
+    without_mean,
+)
 from fcil.blocks.training import features_of, loaded, weights_of
 from fcil.federation.rounds import fedavg, fit_codec, measure
 from fcil.knobs import knob
@@ -74,6 +86,9 @@ class Server:
         replies = clients.ask(clients.everyone(), Client.remember, self.broadcast())
         self.state.means = class_means(replies.sum("sums"), replies.sum("counts"), self.state.means)
 
+    def measured(self) -> dict[str, float | None]:
+        return without_mean(self.state.means, self.state.new | self.state.old)
+
 
 class Client:
     """Trains on new images and exemplars, and chooses new exemplars by herding."""
@@ -127,7 +142,7 @@ class Client:
 def loss(nets: Nets, batch: Batch, given: Given) -> Tensor:
     """Cross-entropy of each output; the targets of old classes are what the old network says."""
     logits = nets["net"](batch.images)
-    target = (batch.labels[:, None] == torch.arange(logits.shape[1], device=logits.device)).to(logits)
+    target = one_hot(batch.labels, logits)
     if "old" in nets:
         with torch.no_grad():
             target = torch.where(given.old, nets["old"](batch.images).sigmoid(), target)

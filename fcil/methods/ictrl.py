@@ -16,7 +16,10 @@ Where this differs from the release: both players step at once, from the same po
 so short a time the encoder would outrun the decoder, whose images then all look alike; so it climbs what the decoder
 descends with a small weight, `ascent`. There is no base model, trained for a thousand epochs before. And the networks,
 the benchmark's, normalise over groups of channels, whatever `norm` is: the released ones hold the batch statistics of
-that base model fixed. Inside a task, before there are moments of its classes, only old ones are predicted.
+that base model fixed. Features have more numbers where there are more classes (`latent`), and `eps` allows a larger
+error where they have more than a step has images. A class's directions come from its moments, with one Gaussian each,
+and not from the features that lie along them most. Its subspace has at most as many dimensions as it has directions.
+Inside a task, before there are moments of its classes, only old ones are predicted.
 """
 
 import math
@@ -28,9 +31,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from fcil.blocks.class_directions import distances, drawn, gaussians, subspace
 from fcil.blocks.losses import masked
 from fcil.blocks.rates import class_gaps, rate_reduction
-from fcil.blocks.training import as_bytes, in_parts, loaded, normal, weights_of
+from fcil.blocks.training import as_bytes, in_parts, loaded, weights_of
 from fcil.federation.rounds import fedavg
 from fcil.knobs import knob
 from fcil.method import Batch, Clients, Exposed, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
@@ -42,7 +46,6 @@ from fcil.seeds import seed_of
 MANY = 50  # classes up to which the paper's 128 numbers a feature are enough
 PER_IMAGE = 4  # most numbers of a feature for each image in a step
 TABLES = ("directions", "centres", "spreads", "means", "bases", "known")
-NOISE = 1e-6  # variances below this, relative to the largest one, are none
 
 
 @dataclass(frozen=True)
@@ -238,12 +241,8 @@ class Client:
 
     def predict(self, message: Model, images: Tensor) -> Tensor:
         loaded(self.net, message.weights)
-        z = features(self.net.encoder, images)
-        m, v = message.means, message.bases
-        far = z.square().sum(1, keepdim=True) - 2 * z @ m.T + m.square().sum(1)
-        if self.config.classifier == "nearest_subspace":
-            inside = torch.einsum("nd,ckd->nck", z, v) - torch.einsum("cd,ckd->ck", m, v)
-            far = far - inside.square().sum(2)
+        bases = message.bases if self.config.classifier == "nearest_subspace" else None
+        far = distances(features(self.net.encoder, images), message.means, bases)
         return masked(-far, message.known)
 
     @torch.no_grad()
@@ -264,10 +263,10 @@ class Client:
     @torch.no_grad()
     def look(self, memory: Nothing, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:
         loaded(self.net, message.weights)
-        drawn = {j: recalled(message, j, self.config.samples)[:1] for j in classes if message.known[j]}
+        kept = {j: recalled(message, j, self.config.samples)[:1] for j in classes if message.known[j]}
         return Pictures(
             real={j: data.of(j)[0] for j in classes if j in data.classes()}, kept={},
-            made={j: as_bytes(self.net.decode(z))[0] for j, z in drawn.items()},
+            made={j: as_bytes(self.net.decode(z))[0] for j, z in kept.items()},
         )  # fmt: skip
 
 
@@ -282,37 +281,9 @@ def features(encoder: Callable[[Tensor], tuple[Tensor, Tensor]], images: Tensor)
     return F.normalize(encoder(images)[0])
 
 
-def gaussians(mean: Tensor, second: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a class's main directions, and mean and deviation of its features' parts along each.
-
-    `second` is the mean product of its features. A direction points to the side on which the class lies.
-    """
-    directions = torch.linalg.eigh(second)[1].T.flip(0)[:number]
-    directions = torch.where(directions @ mean < 0, -1.0, 1.0)[:, None] * directions
-    centres = directions @ mean
-    variances = (directions @ second * directions).sum(1) - centres.square()
-    return directions, centres, variances.clamp_min(0).sqrt()
-
-
-def subspace(mean: Tensor, second: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Return the mean of a class, and the directions in which its features vary most; 0 where they do not vary."""
-    values, directions = torch.linalg.eigh(second - torch.outer(mean, mean))
-    real = values > NOISE * values[-1:].clamp_min(NOISE)
-    return mean, (directions * real).T.flip(0)[:number]
-
-
 def recalled(model: Model, j: int, samples: int) -> Tensor:
-    """Return the features kept of a class, those of each direction in turn: of length 1, the same for everyone.
-
-    Of all that are drawn for a direction, those that lie along it most are taken, one of as many as there are
-    directions.
-    """
-    centres, spreads, many = model.centres[j], model.spreads[j], len(model.centres[j])
-    noise = normal((many, many * samples, many), torch.Generator().manual_seed(seed_of("kept", j))).to(centres)
-    parts = F.normalize(centres + spreads * noise, dim=2)
-    strength = parts.diagonal(dim1=0, dim2=2).abs()  # (drawn, directions): of what is drawn for a direction, along it
-    rows = strength.topk(samples, 0).indices.T
-    return parts.gather(1, rows[:, :, None].expand(-1, -1, many)).flatten(0, 1) @ model.directions[j]
+    """Return the features kept of a class, the same for everyone."""
+    return drawn(model.directions[j], model.centres[j], model.spreads[j], samples, seed_of("kept", j))
 
 
 METHOD = Method(Config, Server, Client, Nothing)

@@ -12,7 +12,7 @@ released code clamps each entry of a gradient to 5 in size; here the protocol bo
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +21,8 @@ from torch.nn import functional as F
 
 from fcil.blocks.codec import named
 from fcil.blocks.exemplars import labels_of, paired, passed, pictured, recalled, rehearsed, room_for_one, with_replay
-from fcil.blocks.losses import masked, norm_error
+from fcil.blocks.losses import masked
+from fcil.blocks.pooled_outputs import flat, spatial
 from fcil.blocks.proxies import clustered, nca, nca_of_the_code
 from fcil.blocks.training import by_class, features_of, loaded, weights_of
 from fcil.federation.rounds import fit_codec, measure
@@ -237,23 +238,6 @@ def network(config: Config, setting: Setting) -> ProxyClassifier:
 def given(message: Model) -> Given:
     seen = message.new | message.old
     return Given(seen, message.old, (seen.sum() / message.new.sum()).sqrt())
-
-
-def spatial(maps: Sequence[Tensor], old: Sequence[Tensor]) -> Tensor:
-    """Distance of the two networks' pooled squares, each of length 1, averaged over images and stages."""
-    stages = [norm_error(strips(one), strips(other)).mean() for one, other in zip(maps, old, strict=True)]
-    return torch.stack(stages).mean()
-
-
-def strips(maps: Tensor) -> Tensor:
-    """Sum up squares over the width and over the height, side by side, brought to length 1: (batch, c (h + w))."""
-    squares = (maps.float() if maps.dtype == torch.bfloat16 else maps).square()
-    return F.normalize(torch.cat([squares.sum(3).flatten(1), squares.sum(2).flatten(1)], 1))
-
-
-def flat(features: Tensor, old: Tensor) -> Tensor:
-    """One minus the cosine of the two networks' features, averaged over images."""
-    return (1 - F.cosine_similarity(features, old)).mean()
 
 
 METHOD = Method(Config, Server, Client, Memory)

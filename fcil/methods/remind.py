@@ -9,7 +9,8 @@ ends, its codes join those kept, and whichever class has most of them gives way.
 before it classifies them.
 
 The paper learns from a stream, each image once: `single_pass=true`. Else a task's images are there as long as it lasts,
-as for every other method.
+as for every other method. In both the learning rate is the protocol's; in the paper every class has one of its own,
+which falls as its images come. A code that is kept already is not kept twice.
 """
 
 import math

@@ -4,6 +4,9 @@ Ahn, Kwak, Lim, Bang, Kim and Moon, "SS-IL: Separated Softmax for Incremental Le
 training of each client inside federated averaging. An image of a new class is classified among the new classes, an
 exemplar among the old ones. The old network teaches each earlier task apart, with a softmax of its own, on all images.
 A batch has a fixed ratio of new images to exemplars, which are chosen at random. The head classifies as it is.
+
+Where this differs from the released code: few exemplars come again and again, where a step would be left out for want
+of them; and the learning rate is the same in every task, where it falls with their number.
 """
 
 from collections.abc import Iterator

@@ -6,31 +6,23 @@ AAAI 2022) makes one batch after the other: images that have the statistics whic
 global model takes for the classes wished for, and on which a student of it still errs. The images of the task before
 are thrown away. In the next task new classes are learned among themselves on real images, and the old model is
 distilled on made ones. Clients keep nothing, so each message brings them the images, which the paper sends once a task.
+
+Where this differs from the release: that makes too few batches for its student ever to learn (`released_config`); here
+32 are made, and the student takes fewer steps after each than are set there, 100 in place of 400 (`student_steps`).
 """
 
-import math
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fcil.blocks.augment import augmented
-from fcil.blocks.losses import cross_entropy, distillation, masked
-from fcil.blocks.synthesis import (
-    Moments,
-    Past,
-    batch_norm_distance,
-    gone_by,
-    jittered,
-    most_certain,
-    needs_batch_norm,
-    with_moments,
-)
-from fcil.blocks.training import as_bytes, in_parts, loaded, normal, weights_of
+from fcil.blocks.losses import cross_entropy, masked
+from fcil.blocks.meta_generator import Recipe, Synthesis
+from fcil.blocks.synthesis import most_certain, needs_batch_norm
+from fcil.blocks.training import in_parts, loaded, weights_of
 from fcil.federation.rounds import fedavg
 from fcil.knobs import knob
 from fcil.method import Batch, Clients, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
@@ -39,7 +31,6 @@ from fcil.records import ByClass, Nothing, Update, Weights, record
 from fcil.scenario.tasks import LocalData, Task, mask
 from fcil.seeds import seed_of
 
-BETAS, STUDENT_MOMENTUM, STUDENT_DECAY, STUDENT_CLIP = (0.5, 0.999), 0.9, 1e-4, 10.0
 RELEASED_BATCHES = 10
 SMALL = 16  # pixels: images with a shorter side are made in smaller batches
 
@@ -119,13 +110,13 @@ class Server:
         yield from fedavg(self, clients, Client.train)
         self.state.images = self.synthesis(seed_of("synthesis", task.index)).images()
 
-    def synthesis(self, seed: int) -> "Synthesis":
+    def synthesis(self, seed: int) -> Synthesis:
         """Return what makes images of all classes seen: with a generator and a student that know nothing yet."""
         s, device = self.state, torch.device(self.setting.device)
         teacher = loaded(self.net.to(device), s.weights)
         student, generator = deepcopy(self.student).to(device), deepcopy(self.generator).to(device)
-        seen = (s.new | s.old).to(device)
-        return Synthesis(self.config, self.setting.augment, teacher, student, generator, seen, seed)
+        seen, recipe = (s.new | s.old).to(device), recipe_of(self.config, self.setting.shape[-1])
+        return Synthesis(recipe, self.setting.augment, teacher, student, generator, seen, seed)
 
     @torch.no_grad()
     def look(self) -> ByClass:
@@ -133,91 +124,6 @@ class Server:
         s, images = self.state, self.state.images
         said = in_parts(loaded(self.net.to(images.device), s.weights), images, 64)
         return {j: images[i].cpu() for j, i in most_certain(said, (s.new | s.old).to(said.device)).items()}
-
-
-class Synthesis:
-    """Makes images from a teacher alone, batch after batch."""
-
-    def __init__(
-        self, config: Config, augment: str, teacher: nn.Module, student: nn.Module, generator: nn.Module,
-        seen: Tensor, seed: int,
-    ):  # fmt: skip
-        self.config, self.augment, self.seen, c = config, augment, seen, config
-        self.teacher, self.student, self.generator = teacher, student, generator.train()
-        self.batches = RELEASED_BATCHES if c.released_config else c.batches
-        small = generator.side < SMALL  # type: ignore[operator]
-        self.size, self.lessons = c.batch_made or (32 if small else 256), c.student_steps or (25 if small else 100)
-        self.draws = torch.Generator(seen.device).manual_seed(seed)
-        self.meta = torch.optim.Adam(generator.parameters(), c.generator_steps * c.generator_lr, BETAS)
-        self.sgd = torch.optim.SGD(student.parameters(), c.student_lr, STUDENT_MOMENTUM, weight_decay=STUDENT_DECAY)
-        self.past: Past = []
-
-    def images(self) -> Tensor:
-        """Return images of all classes seen, uint8."""
-        made: list[Tensor] = []
-        for i in range(self.batches):
-            late = i >= self.config.warm_up
-            made.append(as_bytes(self.batch(late)))
-            if late:
-                self.teach(torch.cat(made), (i - self.config.warm_up) / (self.batches - self.config.warm_up))
-        return torch.cat(made)
-
-    def batch(self, late: bool) -> Tensor:
-        """Let a copy of the generator, and its noise, learn to make one batch; the generator learns from its steps."""
-        c, classes = self.config, self.seen.nonzero()[:, 0]
-        labels = classes[self.drawn(len(classes))]
-        noise, copy = normal((self.size, c.latent), self.draws).requires_grad_(), deepcopy(self.generator)
-        learn = list(copy.parameters())
-        groups: list[dict[str, Any]] = [{"params": learn}, {"params": [noise], "lr": c.noise_lr}]
-        adam = torch.optim.Adam(groups, c.generator_lr, BETAS)
-        best, least, slopes = torch.zeros(()), torch.tensor(math.inf), [torch.zeros_like(p) for p in learn]
-        for step in range(c.generator_steps):
-            images = copy(noise)
-            loss, layers = self.loss(images, labels, late)
-            better = (loss.detach() < least.to(loss)) | (step == 0)
-            best = torch.where(better, images.detach(), best.to(images))
-            least = torch.where(better, loss.detach(), least.to(loss))
-            adam.zero_grad()
-            loss.backward(inputs=[*learn, noise])  # type: ignore[no-untyped-call]
-            slopes = [slope + p.grad for slope, p in zip(slopes, learn, strict=True)]  # type: ignore[operator]
-            adam.step()
-        for own, after, slope in zip(self.generator.parameters(), learn, slopes, strict=True):
-            own.grad = slope if c.meta == "fomaml" else (own - after).detach()
-        self.meta.step()
-        self.past = gone_by(layers, self.past, c.statistics_momentum)
-        return best
-
-    def loss(self, images: Tensor, labels: Tensor, late: bool) -> tuple[Tensor, list[Moments]]:
-        """Score a batch: the statistics it has, the classes it is taken for, and whether the student still errs."""
-        c, views = self.config, jittered(images, self.augment, self.draws)
-        logits, layers = with_moments(self.teacher, views)
-        loss = c.one_hot * cross_entropy(logits, labels, self.seen)
-        if c.statistics:
-            loss = loss + c.statistics * batch_norm_distance(layers, self.past, c.statistics_momentum)
-        if late:
-            loss = loss - c.adversarial * disagreement(self.student.eval()(views), logits, self.seen)
-        return loss, layers
-
-    def teach(self, made: Tensor, progress: float) -> None:
-        """Let the student learn on the images made so far what the teacher says of them."""
-        c = self.config
-        self.student.train()
-        self.sgd.param_groups[0]["lr"] = c.student_lr * 0.5 * (1 + math.cos(math.pi * progress))
-        for _ in range(self.lessons):
-            images = made[self.drawn(len(made))].to(torch.get_default_dtype()) / 255
-            images = augmented(images, self.augment, self.draws)
-            with torch.autocast(made.device.type, torch.bfloat16, enabled=made.is_cuda):
-                with torch.no_grad():
-                    target = self.teacher(images)
-                loss = distillation(self.student(images), target, self.seen, c.student_temperature)
-            self.sgd.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            nn.utils.clip_grad_norm_(self.student.parameters(), STUDENT_CLIP)
-            self.sgd.step()
-
-    def drawn(self, below: int) -> Tensor:
-        """Draw a batch of whole numbers."""
-        return torch.randint(below, (self.size,), generator=self.draws, device=self.draws.device)
 
 
 class Client:
@@ -264,18 +170,21 @@ class Client:
         return Pictures({j: data.of(j)[0] for j in classes if j in data.classes()}, {}, {})
 
 
+def recipe_of(config: Config, side: int) -> Recipe:
+    """Return how images of so many pixels a side are made, what depends on their size filled in."""
+    small, c = side < SMALL, config
+    c = replace(
+        c, batches=RELEASED_BATCHES if c.released_config else c.batches,
+        batch_made=c.batch_made or (32 if small else 256), student_steps=c.student_steps or (25 if small else 100),
+    )  # fmt: skip
+    return Recipe(*(getattr(c, part.name) for part in fields(Recipe)))
+
+
 def soft_cross_entropy(logits: Tensor, teacher: Tensor, classes: Tensor, temperature: float) -> Tensor:
     """Cross-entropy of the student's tempered softmax over `classes` with the teacher's."""
     target = F.softmax(masked(teacher, classes) / temperature, 1)
     student = F.log_softmax(masked(logits, classes) / temperature, 1).masked_fill(~classes, 0.0)
     return -(target * student).sum(1).mean()
-
-
-def disagreement(student: Tensor, teacher: Tensor, classes: Tensor) -> Tensor:
-    """KL divergence from teacher to student of those images that both take for the same class, over all images."""
-    same = masked(student, classes).argmax(1) == masked(teacher, classes).argmax(1)
-    target, said = (F.log_softmax(masked(one, classes), 1).masked_fill(~classes, 0.0) for one in (teacher, student))
-    return ((target.exp() * (target - said)).sum(1) * same).mean()
 
 
 METHOD = Method(Config, Server, Client, Nothing)
