@@ -67,7 +67,7 @@ def chart(
     """Make a chart of one figure or of views; its figures get the title, too."""
     views = (View("", shown),) if isinstance(shown, go.Figure) else tuple(shown)
     for view in views:
-        named = f"{title}: {view.name}" if len(views) > 1 else title
+        named = f"{title}{' ' if title.endswith('?') else ': '}{view.name}" if len(views) > 1 else title
         view.figure.update_layout(title=named, template=LIGHT)
     return Chart(name, title, says, views, columns, rows)
 
