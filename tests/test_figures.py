@@ -164,7 +164,8 @@ def test_decoder_capacity_has_a_column_for_each_size_and_no_panel_without_an_aud
 def test_an_audit_adds_its_panel(tmp_path: Path) -> None:
     write_sizes(tmp_path)
     for i, width in enumerate((4, 64)):
-        told = {"membership": [{"value": 0.5}, {"value": 0.6 + i / 10}], "kept": {"psnr": 9.0}}
+        row = {"images": "all training images", "attack": "loss", "low": 0.4, "high": 0.8}
+        told = {"membership": [{**row, "value": 0.5}, {**row, "value": 0.6 + i / 10}], "kept": {"psnr": 9.0}}
         (tmp_path / f"digits/hr-literal,decoder_width={width}/0/audit.json").write_text(json.dumps(told))
     (tmp_path / "digits/hr/0/audit.json").write_text("[torn")
     chart = made(charts.capacity(evidence(tmp_path)))
@@ -202,7 +203,8 @@ def test_figure_1_has_the_measured_terms_in_its_fields(tmp_path: Path) -> None:
         write_run(tmp_path, method)
     found = evidence(tmp_path)
     chart = made(where_forgetting_happens(found))
-    assert [title.text for title in chart.figure.layout.annotations] == ["finetune", "hr"]
+    *titles, key = [note.text for note in chart.figure.layout.annotations]
+    assert titles == ["finetune", "hr"] and all(f"({numeral})" in key for numeral in ("i", "ii", "iii", "iv"))
     apart = found.groups[0].trials[0].apart[-1]
     assert apart is not None and apart.means["prior"] is None
     fields = chart.figure.data[0].z

@@ -4,7 +4,6 @@
 complex, it may memorise training images, and every step costs more.
 """
 
-import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from fcil.records import read_tensors
 from fcil.report.comparison import Measured, settings_text
 from fcil.report.drawing import COLOURS, DASHES, SYMBOLS, Chart, byte_axis, chart, errors, names, with_error
 from fcil.report.evidence import Evidence, Group, Trial, over_seeds
+from fcil.report.told import auc_of, audit_of
 
 PANELS = (
     ("final", "accuracy (%)"), ("psnr", "PSNR (dB)"), ("auc", "membership AUC"), ("step", "step (ms)"),
@@ -87,25 +87,10 @@ def capacity(evidence: Evidence) -> Chart | str:
 def psnr_of(trial: Trial) -> float | None:
     """Return how near a run's exemplars are to their images, in dB: its own measure, an audit's, or the gallery's."""
     told = None
-    for told_by in (trial.run.result.get("measured"), _audit(trial.run.folder).get("kept")):
+    for told_by in (trial.run.result.get("measured"), audit_of(trial.run.folder).get("kept")):
         if told is None and isinstance(told_by, dict):
             told = told_by.get("psnr")
     return float(told) if isinstance(told, int | float) else _pictured(trial.run.folder)
-
-
-def auc_of(trial: Trial) -> float | None:
-    """Return the highest AUC of an audit's attacks on membership; None where the run was not audited."""
-    rows = _audit(trial.run.folder).get("membership")
-    values = [row.get("value") for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    return max((float(value) for value in values if isinstance(value, int | float)), default=None)
-
-
-def _audit(folder: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads((folder / "audit.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _pictured(folder: Path) -> float | None:
