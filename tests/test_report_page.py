@@ -483,7 +483,7 @@ def test_what_has_not_begun_is_not_watched(tmp_path: Path) -> None:
 def test_the_page_of_many_runs_is_timed() -> None:
     found = measure(methods=6, seeds=2, turns=1)
     assert found.runs == 12 and len(found.many) == len(found.one) == 1 and found.ratio > 0
-    assert 4.8e6 < found.size < 6e6 and "times as long as that of one run" in str(found)
+    assert 6e6 < found.size < 15e6 and "times as long as that of one run" in str(found)
 
 
 @pytest.fixture(scope="module")

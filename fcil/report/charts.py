@@ -279,7 +279,6 @@ CHARTS: tuple[Callable[[Evidence], Chart | str], ...] = (
     accuracy, accuracy_after_each_task, matrices, forgetting, accuracy_against_memory, local_and_global, mended_later,
     confusion, accuracy_by_client, traffic, time_by_part, training_loss, centroids,
 )  # fmt: skip
-PAPER: tuple[Callable[[Evidence], Chart | str], ...] = (
-    over_tasks, by_memory, what_audits_tell, capacity,  # where runs allow them
+PAPER: tuple[Callable[[Evidence], Chart | str], ...] = (  # where runs allow them
+    over_tasks, by_memory, what_audits_tell, capacity,
 )  # fmt: skip
-PAPER: tuple[Callable[[Evidence], Chart | str], ...] = (over_tasks, by_memory, capacity)  # where runs allow them
