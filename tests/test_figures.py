@@ -175,6 +175,15 @@ def test_an_audit_adds_its_panel(tmp_path: Path) -> None:
     assert chart.figure.layout.yaxis5.title.text == "membership AUC"
 
 
+def test_steps_of_another_commit_are_not_compared(tmp_path: Path) -> None:
+    write_sizes(tmp_path)
+    change(tmp_path / "digits/hr-literal,decoder_width=64/0", commit="another")
+    change(tmp_path / "digits/hr,code_bytes=24/0", commit="another")
+    chart = made(charts.capacity(evidence(tmp_path)))
+    titles = [axis.title.text for axis in chart.figure.select_yaxes()]
+    assert "accuracy (%)" in titles and "step (ms)" not in titles
+
+
 def test_one_size_is_no_figure_of_capacity(tmp_path: Path) -> None:
     write_run(tmp_path, "hr")
     assert "decoder capacity is left out" in str(charts.capacity(evidence(tmp_path)))
