@@ -554,10 +554,25 @@ def test_the_page_in_a_browser(browser: Any, page: Path) -> None:
         assert marks > 0, f"{name} is empty"
         assert any(letter.isdigit() for letter in hovered(browser, name)), f"{name} shows no value under the mouse"
     assert_pictures_and_csv(browser, page, shown)
+    assert_charts_keep_their_height(browser)
     assert_views_and_runs_can_be_chosen(browser)
     errors = [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
     assert errors == []
     assert asked(browser) == {page.as_uri()}
+
+
+def assert_charts_keep_their_height(driver: Any) -> None:
+    """Make the window lower, as a phone does whose address bar comes back: no chart may flow into the next."""
+    width = driver.execute_script("return innerWidth")
+    size = {"width": width, "height": 650, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    waited(driver, lambda: driver.execute_script("return innerHeight") == 650)
+    sizes = driver.execute_async_script(
+        """const done = arguments[0];
+        setTimeout(() => done(charts.map(chart => [chart.clientHeight, chart.querySelector(".main-svg").clientHeight,
+                                                   chart.clientWidth, chart.querySelector(".main-svg").clientWidth])), 400)"""
+    )
+    assert all(box >= drawn and wide == across for box, drawn, wide, across in sizes), sizes
 
 
 def assert_views_and_runs_can_be_chosen(driver: Any) -> None:

@@ -172,10 +172,11 @@ def task_axis(evidence: Evidence, title: str = "after task") -> dict[str, Any]:
 
 def methods_down(figure: go.Figure, labels: Sequence[str]) -> None:
     """Give each method a line, named at the left."""
-    ticks = ["<br>".join(textwrap.wrap(label, 22, max_lines=3, placeholder=" …")) for label in labels]
+    cut = {"max_lines": 3, "placeholder": " …", "break_long_words": False, "break_on_hyphens": False}
+    ticks = ["<br>".join(textwrap.wrap(label, 22, **cut)) for label in labels]
     figure.update_yaxes(
         tickvals=list(range(len(labels))), ticktext=ticks, range=[len(labels) - 0.4, -0.6], zeroline=False,
         ticklabelstandoff=6,
     )  # fmt: skip
-    lines = sum(max(1, 0.62 * (1 + tick.count("<br>"))) for tick in ticks)
-    figure.update_layout(height=round(130 + ROW * lines), hovermode="closest")
+    most = max((1 + tick.count("<br>") for tick in ticks), default=1)  # all rows are as high as the highest name
+    figure.update_layout(height=round(130 + ROW * max(1, 0.62 * most) * len(ticks)), hovermode="closest")

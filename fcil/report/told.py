@@ -17,8 +17,8 @@ from fcil.results.metrics import mean_and_sem
 
 LEVELS = ("raw images", "WebP files", "codes", "nothing")  # what clients keep, in the paper's order
 ATTACKS = (  # name, whose images, how they are told, and the mark
-    ("images of exemplars, by distance to what is kept", "sources of exemplars", "distance to what is kept", "diamond"),
-    ("images of exemplars, by loss", "sources of exemplars", "loss", "circle"),
+    ("exemplars' images, by distance", "sources of exemplars", "distance to what is kept", "diamond"),
+    ("exemplars' images, by loss", "sources of exemplars", "loss", "circle"),
     ("all training images, by loss", "all training images", "loss", "circle-open"),
 )
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two-sided, 1 to 9 degrees
@@ -57,7 +57,8 @@ def what_audits_tell(evidence: Evidence) -> Chart | str:
     return chart(
         "told", "What an attacker can tell: was this image trained on?",
         "The chance that a training image scores higher than a test image of the same classes. Means over seeds, with "
-        "the standard error. The CSV has the bootstrap intervals of every run."
+        "the standard error; distance is that to the nearest picture that memories give back. The CSV has every attack, "
+        "and the bootstrap intervals of every run."
         + (f" The highest AUC of an audit by what clients keep, 95 % by Student's t: {said}." if said else ""),
         figure, ("method", "settings", "seed", "kept", "images", "attack", "auc", "low", "high"),
         [
