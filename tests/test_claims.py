@@ -50,7 +50,7 @@ def test_every_row_has_a_command_and_a_verdict() -> None:
 def test_its_numbers_on_digits_are_those_of_the_runs() -> None:
     (section,) = compare(find([ROOT / "results/digits"])).sections
     measured = {row.method: str(row.final) for row in section.rows if not row.settings}
-    told = re.findall(r"`([\w-]+)` (\d+\.\d ± \d+\.\d)", TEXT)
+    told = re.findall(r"`([\w-]+)` (\d+\.\d ± \d+\.\d)(?! %)", TEXT)
     assert len(told) > 25
     for method, value in told:
         assert measured[method] == value, method
@@ -101,6 +101,11 @@ def test_the_privacy_row_says_what_the_audits_found() -> None:
         assert f"`{method}` {nearest} %" in said and f"`{method}` {loss}" in said, method
     everyone = audits.auc(audits.audits("mfcl"), "all training images", "loss").partition(" (")[0]
     assert f"`mfcl` {everyone}" in said
+    raw, webp, hr = audits.chain("hr")
+    steps = {"raw above WebP": raw, "WebP above `hr`": webp, "`hr` above `mfcl`": hr}
+    steps["`hr-literal` above `mfcl`"] = audits.chain("hr-literal")[2]
+    for name, step in steps.items():
+        assert f"{name} by {step.mean:.3f} ({step.low:.3f} to {step.high:.3f})" in said
 
 
 def test_whether_confusion_is_mended_later_is_as_the_ledgers_have_it() -> None:

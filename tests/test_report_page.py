@@ -568,11 +568,11 @@ def assert_charts_keep_their_height(driver: Any) -> None:
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     waited(driver, lambda: driver.execute_script("return innerHeight") == 650)
     sizes = driver.execute_async_script(
-        """const done = arguments[0];
-        setTimeout(() => done(charts.map(chart => [chart.clientHeight, chart.querySelector(".main-svg").clientHeight,
-                                                   chart.clientWidth, chart.querySelector(".main-svg").clientWidth])), 400)"""
+        """const size = element => [element.clientHeight, element.clientWidth];
+        const sizes = () => charts.map(chart => [...size(chart), ...size(chart.querySelector(".main-svg"))]);
+        setTimeout(() => arguments[0](sizes()), 400)"""
     )
-    assert all(box >= drawn and wide == across for box, drawn, wide, across in sizes), sizes
+    assert all(high >= drawn_high and wide == drawn_wide for high, wide, drawn_high, drawn_wide in sizes), sizes
 
 
 def assert_views_and_runs_can_be_chosen(driver: Any) -> None:

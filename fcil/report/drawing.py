@@ -172,8 +172,8 @@ def task_axis(evidence: Evidence, title: str = "after task") -> dict[str, Any]:
 
 def methods_down(figure: go.Figure, labels: Sequence[str]) -> None:
     """Give each method a line, named at the left."""
-    cut = {"max_lines": 3, "placeholder": " …", "break_long_words": False, "break_on_hyphens": False}
-    ticks = ["<br>".join(textwrap.wrap(label, 22, **cut)) for label in labels]
+    lines = textwrap.TextWrapper(22, max_lines=3, placeholder=" …", break_long_words=False, break_on_hyphens=False)
+    ticks = ["<br>".join(lines.wrap(label)) for label in labels]
     figure.update_yaxes(
         tickvals=list(range(len(labels))), ticktext=ticks, range=[len(labels) - 0.4, -0.6], zeroline=False,
         ticklabelstandoff=6,

@@ -57,8 +57,8 @@ def what_audits_tell(evidence: Evidence) -> Chart | str:
     return chart(
         "told", "What an attacker can tell: was this image trained on?",
         "The chance that a training image scores higher than a test image of the same classes. Means over seeds, with "
-        "the standard error; distance is that to the nearest picture that memories give back. The CSV has every attack, "
-        "and the bootstrap intervals of every run."
+        "the standard error; distance is that to the nearest picture that memories give back. The CSV has all attacks, "
+        "and the bootstrap interval of each."
         + (f" The highest AUC of an audit by what clients keep, 95 % by Student's t: {said}." if said else ""),
         figure, ("method", "settings", "seed", "kept", "images", "attack", "auc", "low", "high"),
         [
