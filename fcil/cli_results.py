@@ -43,8 +43,11 @@ def table(
         return _print_hybrids(markdown, latex, csv)
     if not runs:
         raise UserError("say which RUNS... to compare, or --hybrids; see: fcil table --help")
-    found = find(runs)
-    if waiting := unfinished(runs):
+    left_out: list[str] = []
+    found = find(runs, None if verify else left_out)
+    for sentence in left_out:
+        complain(f"left out: {sentence}")
+    if waiting := unfinished([path for path in runs if path.exists()]):
         how = "go on with" if (waiting[0] / "checkpoint").exists() else "begin again, for want of a checkpoint, with"
         complain(f"{count(len(waiting), 'unfinished run')} left out; {how}: fcil run --resume {waiting[0]}")
     if verify:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fcil.analysis import exposure
 from fcil.analysis.audit import Found, Pictures, audit
-from fcil.analysis.memory import TABLE_3, exemplars_of, memory_report, table_3, weighed
+from fcil.analysis.memory import exemplars_of, memory_report, weighed
 from fcil.analysis.privacy import nearest
 from fcil.blocks import inversion
 from fcil.blocks.codec import TransformCodec
@@ -218,15 +218,6 @@ def test_memory_is_weighed_to_the_byte(made: Made) -> None:
     weights = parts.server.state.weights
     decoder = sum(tensor.numel() for name, tensor in weights.items() if name.startswith("decoder."))
     assert report["decoder"]["numbers"] == decoder == weighed(parts.server.state)["weights: decoder"].numbers > 0
-
-
-def test_the_paper_s_table_3_is_computed_in_numbers_and_bytes() -> None:
-    assert [row.numbers for row in TABLE_3] == [4_605_000, 6_144_000, 40_223_000, 42_336_000]
-    for row in TABLE_3:
-        assert abs(row.numbers - row.printed) < 0.025 * row.printed
-    hr, raw = table_3("cifar100-10x10")
-    assert hr["as_floats"] == 24_020_000 and raw["as_bytes"] == 6_144_000  # what a device would hold
-    assert len(table_3("digits")) == 4
 
 
 @record

@@ -29,7 +29,7 @@ from fcil.report.paper import PAPER_FINAL
 from fcil.report.paper_curves import BY_MEMORY, BY_TASK, MEMORIES, MEMORYLESS, SWEPT
 from fcil.report.replay_figure import what_is_replayed
 from fcil.report.schemes import how_hybrid_replay_goes, where_forgetting_happens
-from fcil.results.gallery import Gallery
+from fcil.results.gallery import GAP, HEADER, LABELS, Gallery
 from fcil.scenario.benchmarks import Benchmark
 from fcil.scenario.memory import budget
 
@@ -98,7 +98,9 @@ def test_curves_over_tasks_have_the_papers_behind_them(tmp_path: Path) -> None:
     }  # fmt: skip
     assert tuple(traces["hr, in the paper"].y) == BY_TASK["cifar100-10x10"]["hr"]
     assert traces["hr, in the paper"].line.dash == "dot" and traces["hr"].line.dash == "solid"
-    assert traces["hr, in the paper"].line.color == traces["hr"].line.color == traces["hr-literal"].line.color
+    assert traces["hr, in the paper"].line.color == traces["hr"].line.color
+    looks = [(trace.line.color, trace.line.dash) for trace in chart.figure.data]
+    assert len(set(looks)) == len(looks), "no two lines look alike"
     mine = next(group for group in found.groups if group.label == "glfc")
     assert list(traces["glfc"].y) == mine.trials[0].overall
     literal = [row for row in rows(chart) if row["method"] == "hr-literal"]
@@ -162,7 +164,8 @@ def test_decoder_capacity_has_a_column_for_each_size_and_no_panel_without_an_aud
 def test_an_audit_adds_its_panel(tmp_path: Path) -> None:
     write_sizes(tmp_path)
     for i, width in enumerate((4, 64)):
-        told = {"membership": [{"value": 0.5}, {"value": 0.6 + i / 10}], "kept": {"psnr": 9.0}}
+        row = {"images": "all training images", "attack": "loss", "low": 0.4, "high": 0.8}
+        told = {"membership": [{**row, "value": 0.5}, {**row, "value": 0.6 + i / 10}], "kept": {"psnr": 9.0}}
         (tmp_path / f"digits/hr-literal,decoder_width={width}/0/audit.json").write_text(json.dumps(told))
     (tmp_path / "digits/hr/0/audit.json").write_text("[torn")
     chart = made(charts.capacity(evidence(tmp_path)))
@@ -170,6 +173,15 @@ def test_an_audit_adds_its_panel(tmp_path: Path) -> None:
     assert [found[width]["auc"] for width in (4.0, 16.0, 64.0)] == [0.6, None, 0.7]
     assert found[4.0]["psnr"] == 9.0, "an audit looks at more exemplars than the gallery"
     assert chart.figure.layout.yaxis5.title.text == "membership AUC"
+
+
+def test_steps_of_another_commit_are_not_compared(tmp_path: Path) -> None:
+    write_sizes(tmp_path)
+    change(tmp_path / "digits/hr-literal,decoder_width=64/0", commit="another")
+    change(tmp_path / "digits/hr,code_bytes=24/0", commit="another")
+    chart = made(charts.capacity(evidence(tmp_path)))
+    titles = [axis.title.text for axis in chart.figure.select_yaxes()]
+    assert "accuracy (%)" in titles and "step (ms)" not in titles
 
 
 def test_one_size_is_no_figure_of_capacity(tmp_path: Path) -> None:
@@ -200,7 +212,8 @@ def test_figure_1_has_the_measured_terms_in_its_fields(tmp_path: Path) -> None:
         write_run(tmp_path, method)
     found = evidence(tmp_path)
     chart = made(where_forgetting_happens(found))
-    assert [title.text for title in chart.figure.layout.annotations] == ["finetune", "hr"]
+    *titles, key = [note.text for note in chart.figure.layout.annotations]
+    assert titles == ["finetune", "hr"] and all(f"({numeral})" in key for numeral in ("i", "ii", "iii", "iv"))
     apart = found.groups[0].trials[0].apart[-1]
     assert apart is not None and apart.means["prior"] is None
     fields = chart.figure.data[0].z
@@ -234,6 +247,9 @@ def test_what_is_replayed_is_cut_from_the_galleries(tmp_path: Path) -> None:
             gallery.add(t, {j: p for j, p in seen.items() if j >= 2 * t}, seen if kept else {}, made_up)
         if kept is not None:
             gallery.save(classes, 4)
+            with Image.open(folder / "replay.png") as page:  # what keeps nothing has no columns for it
+                assert page.width == LABELS + (6 if kept else 5) * (48 + GAP)
+                assert page.getpixel((LABELS + 52 + 20, HEADER + 20))[0] == (grey if kept else bright)
     (write_run(tmp_path, "glfc") / "replay.png").write_bytes(b"torn")
     chart = made(what_is_replayed(evidence(tmp_path)))
     assert [row["method"] for row in rows(chart)] == ["mfcl", "hr"]
@@ -265,6 +281,17 @@ def test_figures_are_written_as_png_and_pdf(
         assert picture.size == (2 * WIDTH, 2 * 460) and len(picture.convert("RGB").getcolors(100_000)) > 20
     assert (tmp_path / "out/digits-quick/accuracy.pdf").read_bytes().startswith(b"%PDF")
     assert "6 files" in said.out
+
+
+def test_a_figure_in_a_file_says_what_was_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "runs", "hr", 0)
+    write_run(tmp_path / "runs", "hr", 1)
+    write_run(tmp_path / "runs", "lwf", 0)
+    drawn: list[Any] = []
+    monkeypatch.setattr("fcil.report.figures._render", lambda figures, files: drawn.extend(figures))
+    write_figures([tmp_path / "runs"], tmp_path / "out")
+    assert {figure.layout.title.subtitle.text for figure in drawn} == {"digits, quick protocol; 1 to 2 seeds a method"}
+    assert all("?:" not in figure.layout.title.text for figure in drawn) and len(drawn) > 20
 
 
 def test_without_a_browser_one_sentence_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

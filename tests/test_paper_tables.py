@@ -15,7 +15,7 @@ from fcil.errors import UserError
 from fcil.methods import METHODS
 from fcil.plan import plan
 from fcil.report.comparison import compare
-from fcil.report.paper import PAPER_FINAL, PAPER_TABLE_3, claim
+from fcil.report.paper import PAPER_FINAL, PAPER_TABLE_3, claim, kept_in_table_3
 from fcil.report.paper_curves import MEMORIES
 from fcil.report.paper_runs import TABLES, runs_of
 from fcil.report.paper_tables import as_csv, as_latex, as_markdown, paper_tables
@@ -120,6 +120,18 @@ def test_table_3_has_the_runs_of_its_budget(runs: Path) -> None:
     assert found["hr", "final"] == (f"{budgeted:.1f} (1 seed)", "65.43 ± 0.93")
     assert found["hr", "length"] == ("50 rounds", "50 epochs") and found["glfc", "exemplars"][1] == "20 raw"
     assert all(c.final < claim(b, m).final + 0.5 for b, cells in PAPER_TABLE_3.items() for m, c in cells.items())  # type: ignore[union-attr]
+
+
+def test_what_table_3_keeps_is_computed_in_numbers_and_bytes(runs: Path) -> None:
+    rows = kept_in_table_3("digits")
+    assert [row.numbers for row in rows] == [4_605_000, 6_144_000, 40_223_000, 42_336_000]
+    assert all(abs(row.numbers - row.said.memory) < 0.025 * row.said.memory for row in rows)  # as far as it is rounded
+    hr, raw = kept_in_table_3("cifar100-10x10")
+    assert hr.as_floats == 24_020_000 and raw.as_bytes == 6_144_000  # what a device would hold
+    assert raw.methods == "geodl, ssil, glfc"
+    found = fields(runs, "table3")
+    assert found["hr", "kept"][1] == "4.6M" and found["hr", "decoder"][1] == "1.4M"
+    assert found["glfc", "kept"][1] == "6M" and found["glfc", "decoder"][1] == "-"
 
 
 def test_the_memory_sweep_is_a_line_a_method(runs: Path) -> None:

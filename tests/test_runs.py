@@ -31,6 +31,21 @@ def begin(folder: Path, *files: str) -> Path:
     return folder
 
 
+def test_what_is_damaged_is_named_and_the_others_are_found(tmp_path: Path) -> None:
+    good, torn = finish(tmp_path / "good"), finish(tmp_path / "torn")
+    (torn / "result.json").write_bytes(b'{"format"')
+    (tmp_path / "empty").mkdir()
+    said: list[str] = []
+    paths = [tmp_path / name for name in ("nowhere", "empty", "torn", "good")]
+    assert [run.folder for run in find(paths, said)] == [good]
+    assert [sentence for sentence in said if "no folder" in sentence or "holds no run" in sentence] == said[:2]
+    assert len(said) == 3 and f"{torn / 'result.json'} is not readable" in said[2]
+    with pytest.raises(UserError, match="is not readable"):
+        find([good, torn])
+    with pytest.raises(UserError, match="there is no folder .*nowhere.*; .*empty holds no run"):
+        find(paths[:2], [])
+
+
 def test_runs_are_found_at_any_depth_and_once(tmp_path: Path) -> None:
     one = finish(tmp_path / "digits" / "hr" / "0")
     two = finish(tmp_path / "digits" / "icarl" / "1", method="icarl", seed=1)

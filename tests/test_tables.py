@@ -71,10 +71,15 @@ def test_runs_are_grouped_and_averaged() -> None:
 
 
 def test_only_the_same_experiment_stands_beside_the_papers_number() -> None:
-    runs = [run("hr", memory_scope="client"), run("hr", rounds=9), run("hr", train_limit=2)]
+    runs = [
+        run("hr", memory_scope="client"),
+        run("hr", rounds=9),
+        run("hr", train_limit=2),
+        run("hr", protocol="paper"),
+    ]
     rows = compare(runs).sections[0].rows
     assert {row.label: row.paper is not None for row in rows} == {
-        "hr (memory_scope=client)": True, "hr (rounds=9)": True, "hr (train_limit=2)": False,
+        "hr": True, "hr (memory_scope=client)": True, "hr (rounds=9)": True, "hr (train_limit=2)": False,
     }  # fmt: skip
 
 

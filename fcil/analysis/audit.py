@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fcil.analysis.exposure import Pairs, kept, made, sent
-from fcil.analysis.memory import exemplars_of, memory_report, table_3
+from fcil.analysis.memory import exemplars_of, memory_report
 from fcil.analysis.privacy import Auc, Nearest, auc, losses, margins, matched, nearest, psnr, ssim
 from fcil.blocks.codec import Codec, RawCodec, TransformCodec, WebpCodec
 from fcil.errors import UserError
@@ -58,7 +58,7 @@ class Pictures:
 def audit(folder: Path, device: str = "auto", most: int = 500) -> tuple[Found, Pictures]:
     """Measure what a finished run tells of its training images; look at `most` exemplars, and as many made-up ones."""
     result = read_result(folder) if (folder / "result.json").exists() else {}
-    plan, parts = restored(folder, device)
+    _, parts = restored(folder, device)
     try:
         message = parts.engine.receive(parts.server.broadcast())
         images = _images(parts, most)
@@ -86,7 +86,6 @@ def audit(folder: Path, device: str = "auto", most: int = 500) -> tuple[Found, P
                     parts.transport.memories, message, len(parts.scenario.tasks[-1].seen), parts.scenario.schedule.total
                 ),
             },
-            "table_3": table_3(plan.benchmark.name),
         }  # fmt: skip
     finally:
         parts.transport.close()

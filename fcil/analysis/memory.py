@@ -1,4 +1,4 @@
-"""What a run keeps and carries, in numbers and in bytes, beside the arithmetic of the paper's Table 3.
+"""What a run keeps and carries, in numbers and in bytes.
 
 The paper counts numbers: an exemplar of 307 numbers against an image of 3,072. What a device stores are bytes, and a
 number takes one of them (a code of ours, a pixel) or four (a float).
@@ -13,7 +13,6 @@ from torch import Tensor
 from fcil.records import ByClass, flatten
 
 LABEL_BYTES = 8  # of the whole number under which a client keeps the exemplars of a class
-FLOAT_BYTES = 4
 DECODING = ("weights: decoder", "codec", "codebooks", "autoencoder", "generator")  # parts that turn codes into images
 
 
@@ -29,32 +28,6 @@ class Weight(NamedTuple):
 
 
 NOTHING = Weight(0, 0)
-
-
-class Row(NamedTuple):
-    """A row of the paper's Table 3: what it prints, and what it is computed from."""
-
-    strategy: str
-    benchmark: str
-    per_class: int  # exemplars
-    classes: int
-    each: int  # numbers of an exemplar
-    printed: float  # numbers of all exemplars, as printed
-    decoder: float  # numbers of the decoder, as printed
-
-    @property
-    def numbers(self) -> int:
-        """The numbers of all exemplars, computed."""
-        return self.per_class * self.classes * self.each
-
-
-_CIFAR, _SUBSET = 3 * 32 * 32, 3 * 84 * 84
-TABLE_3 = (  # the second column's classes are 100, not the 200 of its benchmark: else its raw images were 84.67M
-    Row("HR", "cifar100-10x10", 150, 100, _CIFAR // 10, 4.6e6, 1.4e6),
-    Row("GeoDL, SS-IL, GLFC", "cifar100-10x10", 20, 100, _CIFAR, 6e6, 0),
-    Row("HR", "imagenet-subset-10x20", 190, 100, round(_SUBSET / 10), 40.54e6, 1.8e6),
-    Row("GeoDL, SS-IL, GLFC", "imagenet-subset-10x20", 20, 100, _SUBSET, 42.34e6, 0),
-)
 
 
 def exemplars_of(memory: Any) -> ByClass:
@@ -99,15 +72,3 @@ def memory_report(memories: Mapping[int, Any], broadcast: Any, classes: int, cli
 
 def _sum(weights: list[Weight]) -> Weight:
     return Weight(sum(w.numbers for w in weights), sum(w.bytes for w in weights))
-
-
-def table_3(benchmark: str) -> list[dict[str, Any]]:
-    """Return the paper's rows for a benchmark, or all of them, with their bytes where a number is a byte or a float."""
-    rows = [row for row in TABLE_3 if row.benchmark == benchmark] or list(TABLE_3)
-    return [
-        {
-            **row._asdict(), "numbers": row.numbers, "as_bytes": round(row.numbers + FLOAT_BYTES * row.decoder),
-            "as_floats": round(FLOAT_BYTES * (row.numbers + row.decoder)),
-        }
-        for row in rows
-    ]  # fmt: skip

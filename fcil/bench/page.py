@@ -14,6 +14,8 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
+from PIL import Image
+
 from fcil.errors import UserError
 from fcil.files import sha256
 from fcil.methods import METHODS
@@ -22,6 +24,8 @@ from fcil.results.ledger import Ledger, read, result_of
 from fcil.results.runs import FORMAT
 
 TERMS = ("prior", "new", "intra", "inter")
+ROUNDS = 60  # of a task, as the protocol `short` has
+GALLERY = (936, 1382)  # pixels of a gallery of ten tasks of CIFAR-100
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Loaded:
 
 
 def measure(methods: int = 20, seeds: int = 10, turns: int = 3) -> Loaded:
-    """Write the pages of made-up runs, ten tasks and 50 clients each, and open them in Chromium, turn by turn."""
+    """Write and open the pages of made-up runs: ten tasks, 600 rounds and 50 clients each, one gallery a method."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         raise UserError("the page cannot be opened: there is no chromium here")
@@ -56,7 +60,8 @@ def measure(methods: int = 20, seeds: int = 10, turns: int = 3) -> Loaded:
         runs, page, single = Path(folder, "runs"), Path(folder, "page.html"), Path(folder, "single.html")
         for name in list(METHODS)[:methods]:
             for seed in range(seeds):
-                made_up_run(runs / name / str(seed), name, seed)
+                made_up_run(runs / name / str(seed), name, seed, rounds=ROUNDS)
+            _gallery(runs / name / "0/replay.png")
         start = perf_counter()
         write_page([runs], page)
         written = perf_counter() - start
@@ -97,6 +102,12 @@ def made_up_run(
             })  # fmt: skip
     result = {**named, **result_of(read(folder / "ledger.jsonl")), "ledger_sha256": sha256(folder / "ledger.jsonl")}
     (folder / "result.json").write_text(json.dumps(result))
+
+
+def _gallery(path: Path) -> None:
+    """Draw a gallery of noise that takes as much room as one of natural images."""
+    small = Image.effect_noise((GALLERY[0] // 3, GALLERY[1] // 3), 40)
+    small.resize(GALLERY, Image.Resampling.NEAREST).save(path)
 
 
 def _taken_apart(draw: random.Random, task: int) -> dict[str, Any]:

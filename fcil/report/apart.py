@@ -63,7 +63,8 @@ def local_and_global(evidence: Evidence) -> Chart | str:
         "local-and-global", "Local against global forgetting",
         "Confusion of pairs with an old class, split into what lies within a client and what lies between two, as "
         "shares of the loss on all pairs. A pair that cannot be told apart loses 0.69 nats. With many clients nearly "
-        "all pairs lie between two: the CSV also has each term's own mean. See docs/forgetting.md.",
+        "all pairs lie between two: the CSV also has each term's own mean. See docs/forgetting.md."
+        + _lacking(evidence, groups),
         lined(groups, lines, whole, "all methods, after the last task"),
         ("method", "settings", "seed", "after_task", "local", "global", *TERMS, "total",
          *(f"mean_{term}" for term in TERMS)),
@@ -122,7 +123,8 @@ def mended_later(evidence: Evidence) -> Chart | str:
     return chart(
         "mended-later", "Is confusion between clients mended one task later?",
         "Mean loss on pairs of an old and a new class held by two clients: when the task that brought them ended, and "
-        "after the next one. The paper says that the next task mends it. All methods: the mean over tasks.",
+        "after the next one. The paper says that the next task mends it. All methods: the mean over tasks."
+        + _lacking(evidence, groups),
         one_by_one(groups, draw, whole),
         ("method", "settings", "seed", "task", "at_its_end", "one_task_later"),
         [
@@ -149,13 +151,20 @@ def confusion(evidence: Evidence) -> Chart | str:
     return triangles(
         groups, tables, whole, "confusion", "Confusion between tasks, after the last one",
         "Mean loss on pairs of classes of two tasks, or of one with itself: 0 where they are told apart, 0.69 nats "
-        "where they cannot be. All methods: each task against all others. Means over seeds.",
+        "where they cannot be. All methods: each task against all others. Means over seeds."
+        + _lacking(evidence, groups),
         "loss", "nats", "classes of task", "and of task", SPAN, ".2f",
     )  # fmt: skip
 
 
 def _with_apart(evidence: Evidence) -> list[Group]:
     return [group for group in evidence.groups if any(trial.apart[-1] for trial in group.trials)]
+
+
+def _lacking(evidence: Evidence, groups: Sequence[Group]) -> str:
+    """Name the methods that are not drawn, so that none is missed without a word."""
+    missing = [group.label for group in evidence.groups if group not in groups]
+    return f" Without it, for runs of an earlier fcil lack it: {', '.join(missing)}." if missing else ""
 
 
 def _with_others(between: list[list[float | None]]) -> list[float | None]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from fcil.analysis.audit import Found, Pictures
 from fcil.errors import UserError
 from fcil.files import whole
+from fcil.report.paper import CLASSES, in_millions, kept_in_table_3
 
 ROWS = 8  # examples in the picture
 CELL = 0.6  # side of a picture in it, in inches
@@ -81,20 +82,21 @@ def _memory(found: Found) -> Table:
 def _beside_the_paper(found: Found) -> list[str]:
     """Put a run's memory into the unit of the paper's Table 3, which is numbers."""
     memory, classes = found["memory"], len(found["classes"])
-    each, decoder = memory["numbers_per_exemplar"], memory["decoder"]
+    each, own = memory["numbers_per_exemplar"], memory["decoder"]
     lines = [
         "Table 3 of the paper counts numbers; so counted, this run keeps "
         f"{memory['exemplars_per_class']:g} exemplars a class x {classes} classes x {each:g} numbers = "
-        f"{memory['exemplars_per_class'] * classes * each:,.0f}, and decodes with {decoder['numbers']:,} "
-        f"({decoder['bytes']:,} bytes)"
+        f"{memory['exemplars_per_class'] * classes * each:,.0f}, and decodes with {own['numbers']:,} "
+        f"({own['bytes']:,} bytes)"
     ]
-    for row in found["table_3"]:
-        with_decoder = f" + {row['decoder'] / 1e6:g}M of the decoder" if row["decoder"] else ""
+    for row in kept_in_table_3(str(found["benchmark"])):
+        decoder = row.said.decoder
         lines.append(
-            f"  {row['strategy']}, {row['benchmark']}: {row['per_class']} x {row['classes']} x {row['each']:,} = "
-            f"{row['numbers'] / 1e6:.2f}M (printed: {row['printed'] / 1e6:g}M){with_decoder}; "
-            f"{row['as_bytes'] / 1e6:.1f} MB if a number of an exemplar is a byte, "
-            f"{row['as_floats'] / 1e6:.1f} MB if it is a float"
+            f"  {row.methods}, {row.benchmark}: {row.said.exemplars} x {CLASSES} x {row.each:,} = "
+            f"{row.numbers / 1e6:.2f}M (printed: {in_millions(row.said.memory)})"
+            f"{f' + {in_millions(decoder)} of the decoder' if decoder else ''}; "
+            f"{row.as_bytes / 1e6:.1f} MB if a number of an exemplar is a byte, "
+            f"{row.as_floats / 1e6:.1f} MB if it is a float"
         )
     return lines
 

@@ -4,7 +4,6 @@
 complex, it may memorise training images, and every step costs more.
 """
 
-import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from fcil.records import read_tensors
 from fcil.report.comparison import Measured, settings_text
 from fcil.report.drawing import COLOURS, DASHES, SYMBOLS, Chart, byte_axis, chart, errors, names, with_error
 from fcil.report.evidence import Evidence, Group, Trial, over_seeds
+from fcil.report.told import auc_of, audit_of
 
 PANELS = (
     ("final", "accuracy (%)"), ("psnr", "PSNR (dB)"), ("auc", "membership AUC"), ("step", "step (ms)"),
@@ -37,6 +37,7 @@ class Point:
     width: float | None  # channels of the decoder; None where it has none
     code: float  # bytes
     found: dict[str, Measured | None]
+    ran: frozenset[tuple[str, ...]]  # by which code, device and engine: times of others do not compare
 
 
 def capacity(evidence: Evidence) -> Chart | str:
@@ -52,13 +53,15 @@ def capacity(evidence: Evidence) -> Chart | str:
             "The figure of decoder capacity is left out: it takes hr or hr-literal with several sizes, such as "
             "fcil sweep --methods hr-literal --set decoder_width=8,16,64,256, or --methods hr --set code_bytes=12,24"
         )
-    shown = [(key, axis) for key, axis in PANELS if any(point.found[key] for point in points)]
+    timed = any(_alike(along) for _, _, lines in sides for along in lines.values())
+    shown = [(k, axis) for k, axis in PANELS if any(p.found[k] for p in points) and (k != "step" or timed)]
     figure = make_subplots(len(shown), len(sides), shared_xaxes=True, vertical_spacing=0.05, horizontal_spacing=0.12)
     labels = list(dict.fromkeys(label for _, _, lines in sides for label in lines))
     for column, (title, place, lines) in enumerate(sides, 1):
         for row, (key, axis) in enumerate(shown, 1):
             for label, along in lines.items():
-                _draw(figure, row, column, labels.index(label), label, axis, place, [(p, p.found[key]) for p in along])
+                found = [(p, p.found[key]) for p in along if key != "step" or _alike(along)]
+                _draw(figure, row, column, labels.index(label), label, axis, place, found)
             figure.update_yaxes(title=axis if column == 1 else "", row=row, col=column)
         places = [value for along in lines.values() for point in along if (value := place(point))]
         scale = byte_axis(places) if place is _code else {"type": "log", "tickvals": sorted(set(places))}
@@ -71,7 +74,8 @@ def capacity(evidence: Evidence) -> Chart | str:
     return chart(
         "capacity", "Decoder capacity: what it buys, and what it costs",
         "Final accuracy; how near the exemplars are to their images (PSNR); how well an attacker tells training images "
-        "from others (the highest AUC of the audit, 0.5 is guessing); and the time of a local step. Means over seeds."
+        "from others (the highest AUC of the audit, 0.5 is guessing); and the time of a local step, where the runs of "
+        "a line are of the same code and engine. Means over seeds."
         + without,
         figure,
         ("method", "settings", "seeds", "decoder_channels", "code_bytes",
@@ -87,25 +91,10 @@ def capacity(evidence: Evidence) -> Chart | str:
 def psnr_of(trial: Trial) -> float | None:
     """Return how near a run's exemplars are to their images, in dB: its own measure, an audit's, or the gallery's."""
     told = None
-    for told_by in (trial.run.result.get("measured"), _audit(trial.run.folder).get("kept")):
+    for told_by in (trial.run.result.get("measured"), audit_of(trial.run.folder).get("kept")):
         if told is None and isinstance(told_by, dict):
             told = told_by.get("psnr")
     return float(told) if isinstance(told, int | float) else _pictured(trial.run.folder)
-
-
-def auc_of(trial: Trial) -> float | None:
-    """Return the highest AUC of an audit's attacks on membership; None where the run was not audited."""
-    rows = _audit(trial.run.folder).get("membership")
-    values = [row.get("value") for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    return max((float(value) for value in values if isinstance(value, int | float)), default=None)
-
-
-def _audit(folder: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads((folder / "audit.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _pictured(folder: Path) -> float | None:
@@ -153,7 +142,10 @@ def _point(group: Group) -> Point | None:
         "psnr": [psnr_of(trial) for trial in group.trials], "auc": [auc_of(trial) for trial in group.trials],
     }  # fmt: skip
     found = {key: over_seeds([[value] for value in values])[0] for key, values in told.items()}
-    return Point(group, f"{method} ({settings_text(others)})" if others else method, width, code, found)
+    ran = frozenset(
+        tuple(str(trial.run.result.get(key)) for key in ("commit", "device", "engine")) for trial in group.trials
+    )
+    return Point(group, f"{method} ({settings_text(others)})" if others else method, width, code, found, ran)
 
 
 def _image_bytes(trial: Trial, benchmark: Mapping[str, Any]) -> float:
@@ -166,6 +158,11 @@ def _step(trial: Trial, plan: Mapping[str, Any]) -> float | None:
     """Return the milliseconds of a local step; None where a round's steps are counted in epochs."""
     steps = plan["protocol"]["steps"] * plan["benchmark"]["active"] * len(trial.rounds)
     return 1000 * float(trial.run.result["seconds"]["train"]) / steps if steps else None
+
+
+def _alike(along: Sequence[Point]) -> bool:
+    """Tell whether the times of some runs can be compared."""
+    return len(frozenset[tuple[str, ...]]().union(*(point.ran for point in along))) == 1
 
 
 def _width(point: Point) -> float | None:

@@ -33,6 +33,7 @@ from fcil.report.drawing import (
 )
 from fcil.report.evidence import Evidence, Group, Trial
 from fcil.report.paper_figures import by_memory, over_tasks
+from fcil.report.told import what_audits_tell
 from fcil.report.views import FEW, kind_of, selections
 
 MOST_POINTS = 120  # of a box; beyond, only its outliers are drawn
@@ -278,5 +279,6 @@ CHARTS: tuple[Callable[[Evidence], Chart | str], ...] = (
     accuracy, accuracy_after_each_task, matrices, forgetting, accuracy_against_memory, local_and_global, mended_later,
     confusion, accuracy_by_client, traffic, time_by_part, training_loss, centroids,
 )  # fmt: skip
-
-PAPER: tuple[Callable[[Evidence], Chart | str], ...] = (over_tasks, by_memory, capacity)  # where runs allow them
+PAPER: tuple[Callable[[Evidence], Chart | str], ...] = (  # where runs allow them
+    over_tasks, by_memory, what_audits_tell, capacity,
+)  # fmt: skip

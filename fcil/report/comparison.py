@@ -18,7 +18,7 @@ BOUNDS = {"finetune": "lower", "joint": "upper"}
 _PAPER_ORDER = list(PAPER_FINAL["cifar100-10x10"])
 
 # Settings of the benchmark under which the paper's number still speaks of the same experiment.
-_SAME_EXPERIMENT = {"partition_seed", "sampling_seed", "memory_scope"}
+_SAME_EXPERIMENT = {"partition_seed", "sampling_seed", "memory_scope", "protocol"}
 
 _OTHER_EXPERIMENT = {f.name for f in fields(Benchmark)} - _SAME_EXPERIMENT
 

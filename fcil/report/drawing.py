@@ -67,7 +67,7 @@ def chart(
     """Make a chart of one figure or of views; its figures get the title, too."""
     views = (View("", shown),) if isinstance(shown, go.Figure) else tuple(shown)
     for view in views:
-        named = f"{title}: {view.name}" if len(views) > 1 else title
+        named = f"{title}{' ' if title.endswith('?') else ': '}{view.name}" if len(views) > 1 else title
         view.figure.update_layout(title=named, template=LIGHT)
     return Chart(name, title, says, views, columns, rows)
 
@@ -172,10 +172,11 @@ def task_axis(evidence: Evidence, title: str = "after task") -> dict[str, Any]:
 
 def methods_down(figure: go.Figure, labels: Sequence[str]) -> None:
     """Give each method a line, named at the left."""
-    ticks = ["<br>".join(textwrap.wrap(label, 22, max_lines=3, placeholder=" …")) for label in labels]
+    lines = textwrap.TextWrapper(22, max_lines=3, placeholder=" …", break_long_words=False, break_on_hyphens=False)
+    ticks = ["<br>".join(lines.wrap(label)) for label in labels]
     figure.update_yaxes(
         tickvals=list(range(len(labels))), ticktext=ticks, range=[len(labels) - 0.4, -0.6], zeroline=False,
         ticklabelstandoff=6,
     )  # fmt: skip
-    lines = sum(max(1, 0.62 * (1 + tick.count("<br>"))) for tick in ticks)
-    figure.update_layout(height=round(130 + ROW * lines), hovermode="closest")
+    most = max((1 + tick.count("<br>") for tick in ticks), default=1)  # all rows are as high as the highest name
+    figure.update_layout(height=round(130 + ROW * max(1, 0.62 * most) * len(ticks)), hovermode="closest")

@@ -11,6 +11,7 @@ WIDTH = 860  # pixels, before scaling
 SCALE = 2  # of a PNG
 FORMATS = ("png", "pdf")
 LINES = "the best of each family"  # the view that is drawn beside the first
+GREY = "#666666"
 
 
 def write_figures(runs: Sequence[Path], out: Path) -> tuple[list[Path], list[str], list[str]]:
@@ -27,6 +28,7 @@ def write_figures(runs: Sequence[Path], out: Path) -> tuple[list[Path], list[str
     for evidence in found:
         folder = out / f"{evidence.section.benchmark.replace('/', '_')}-{evidence.section.protocol}"
         for name, figure in _figures(evidence, missing):
+            figure.update_layout(title={"subtitle": {"text": _runs_of(evidence), "font": {"size": 12, "color": GREY}}})
             wanted[folder / name] = figure
     files = [path.with_suffix(f".{kind}") for path in wanted for kind in FORMATS]
     for folder in {path.parent for path in wanted}:
@@ -58,6 +60,13 @@ def _figures(evidence: Evidence, missing: list[str]) -> list[tuple[str, Any]]:
     return figures
 
 
+def _runs_of(evidence: Evidence) -> str:
+    """Say what was run: a file stands alone, without the page's headings."""
+    seeds = [len(group.trials) for group in evidence.groups]
+    counted = f"{min(seeds)}" if min(seeds) == max(seeds) else f"{min(seeds)} to {max(seeds)}"
+    return f"{evidence.title}; {counted} seed{'s' * (max(seeds) > 1)} a method"
+
+
 def _render(figures: Sequence[Any], files: Sequence[Path]) -> None:
     """Let one browser draw all files."""
     try:
@@ -69,7 +78,7 @@ def _render(figures: Sequence[Any], files: Sequence[Path]) -> None:
     widths = [WIDTH + (140 if figure.layout.showlegend is not False else 0) for figure in figures]
     for figure in figures:
         title = {"x": 0.02, "xanchor": "left", "font": {"size": 16}}
-        figure.update_layout(paper_bgcolor="white", margin={"t": 64}, title=title)
+        figure.update_layout(paper_bgcolor="white", margin={"t": 84}, title=title)
     try:
         plotly.io.write_images(
             list(figures), list(files), scale=[SCALE if file.suffix == ".png" else 1 for file in files], width=widths,

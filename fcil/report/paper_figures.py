@@ -16,8 +16,9 @@ OURS = (*SWEPT, "hr-literal")  # the last stands beside the paper's hr, too
 OLIVE = "#999933"
 LOOKS = {
     **dict(zip(("hr", *(m for m in SWEPT if m != "hr")), zip((*COLOURS, OLIVE), SYMBOLS, strict=True), strict=True)),
-    "hr-literal": (COLOURS[0], "circle-open"),  # the same method, in its first form
+    "hr-literal": ("#8F6BD1", "circle-open"),  # beside the paper's hr, too, but no second line in its blue
 }
+DASHED = {"finetune": "longdashdot", "joint": "longdash", "hr-literal": "dash"}  # dots are the paper's
 CLAIMS = "Dotted: what the paper's Figure 3 claims, in the colour of the method, under its own protocol."
 
 
@@ -130,7 +131,7 @@ def _measured(method: str, points: Sequence[tuple[float, Measured]], where: str)
     return go.Scatter(
         x=[place for place, _ in points], y=[value.mean for _, value in points],
         error_y=errors([value for _, value in points]), mode="lines+markers", name=method,
-        line={"color": colour, "width": 2, "dash": "solid" if method in SWEPT else "dash"},
+        line={"color": colour, "width": 2, "dash": DASHED.get(method, "solid")},
         marker={"symbol": symbol, "size": 8}, customdata=[[with_error(value)] for _, value in points],
         hovertemplate=f"<b>{method}</b><br>{where}: %{{customdata[0]}} %<extra></extra>",
     )  # fmt: skip

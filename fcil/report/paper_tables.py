@@ -15,7 +15,7 @@ from rich.text import Text
 
 from fcil.errors import UserError
 from fcil.report.comparison import BOUNDS, Comparison, Row, Section, number
-from fcil.report.paper import PAPER_FINAL, PAPER_TABLE_3, claim, paper_name
+from fcil.report.paper import PAPER_FINAL, PAPER_TABLE_3, claim, in_millions, paper_name
 from fcil.report.paper_curves import BY_MEMORY, MEMORIES, MEMORYLESS
 from fcil.report.paper_runs import TABLES, Wanted, runs_of
 from fcil.report.tables import latex_text, markdown_text
@@ -163,8 +163,8 @@ def _table_3(protocol: str, sections: Sequence[Section]) -> list[PaperTable]:
             claimed = ("",) * 6
             if said:
                 claimed = (
-                    said.memory, f"{said.exemplars} {said.kind}", said.decoder, f"{said.epochs} epochs",
-                    str(said.minutes), f"{said.final:.2f} ± {said.sem:.2f}",
+                    in_millions(said.memory), f"{said.exemplars} {said.kind}", in_millions(said.decoder),
+                    f"{said.epochs} epochs", str(said.minutes), f"{said.final:.2f} ± {said.sem:.2f}",
                 )  # fmt: skip
             lines.append(Line(wanted.method, (*ours, _final(row)), claimed))
         tables.append(PaperTable(f"Table 3 of the paper: {benchmark}, {protocol} protocol", columns, tuple(lines)))

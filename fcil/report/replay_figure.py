@@ -68,15 +68,15 @@ def what_is_replayed(evidence: Evidence) -> Chart | str:
 def _cut(group: Group) -> Cut | None:
     """Cut the columns of a run's gallery; None where it has none, or another form."""
     trial = group.trials[0]
-    columns = 2 + sum(pictured(t, len(trial.matrix)) for t in range(len(trial.matrix)))
+    after = sum(pictured(t, len(trial.matrix)) for t in range(len(trial.matrix)))
     try:
         with Image.open(trial.run.folder / "replay.png") as file:
             page = file.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
         return None
-    step, odd = divmod(page.width - LABELS, columns)
-    count = (page.height - HEADER) // step if step > GAP else 0
-    if odd or step - GAP < CELL or not count:
+    forms = ((after + columns, *_fields(page, after + columns)) for columns in (2, 1))  # one without exemplars has no
+    columns, step, count = next((form for form in forms if form[2]), (0, 0, 0))  # column for them besides "made"
+    if not count:
         return None
 
     def column(place: int) -> list[Image.Image]:
@@ -84,7 +84,17 @@ def _cut(group: Group) -> Cut | None:
         tops = [HEADER + row * step for row in range(min(count, MOST))]
         return [page.crop((left, top, left + side, top + side)) for top in tops]
 
-    return Cut(group, column(0), column(columns - 2), column(columns - 1))
+    kept = column(columns - 2) if columns == after + 2 else []
+    return Cut(group, column(0), kept, column(columns - 1))
+
+
+def _fields(page: Image.Image, columns: int) -> tuple[int, int]:
+    """Return how wide the fields of a gallery are if it has so many columns, and how many rows; 0 if it has not."""
+    step, odd = divmod(page.width - LABELS, columns)
+    if odd or step - GAP < CELL:
+        return 0, 0
+    count, cut = divmod(page.height - HEADER, step)
+    return (0, 0) if cut else (step, count)
 
 
 def _blank(cell: Image.Image) -> bool:

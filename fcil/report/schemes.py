@@ -28,6 +28,11 @@ SIDE = 64  # pixels of an image in it, at least
 
 
 _A, _B = (-0.47, 1.47), (1.53, 3.47)
+_KEY = (
+    f'<b><span style="color:{COLOURS[5]}">within a client</span></b>, local forgetting: (i) two old classes, (iii) an '
+    f'old and a new one<br><b><span style="color:{COLOURS[1]}">between two clients</span></b>, global forgetting: '
+    "(iv) with an old class; (ii) two new classes.<br>0.69 nats: not told apart"
+)
 _FRAMES = ((_A, _A, COLOURS[5]), (_B, _B, COLOURS[5]), (_A, _B, COLOURS[1]), (_B, _A, COLOURS[1]))
 
 
@@ -53,11 +58,15 @@ def where_forgetting_happens(evidence: Evidence) -> Chart | str:
             frame = {"type": "rect", "line": {"color": colour, "width": 4}}
             figure.add_shape(x0=columns[0], x1=columns[1], y0=rows[0], y1=rows[1], **frame, row=1, col=column)
     figure.update_yaxes(autorange="reversed", showgrid=False, showticklabels=False)
-    figure.update_yaxes(showticklabels=True, title="one class of client", col=1)
-    figure.update_xaxes(showgrid=False, title="the other of client", tickangle=0)
-    figure.update_layout(height=440)
+    figure.update_yaxes(showticklabels=True, title="a class of client", col=1)
+    figure.update_xaxes(showgrid=False, title="and a class of client", tickangle=0)
+    figure.add_annotation(
+        text=_KEY, xref="paper", yref="paper", x=0, y=0, yshift=-62, xanchor="left", yanchor="top", align="left",
+        showarrow=False,
+    )  # fmt: skip
+    figure.update_layout(height=500, margin={"b": 118})
     return chart(
-        "figure-1", "Where forgetting happens",
+        "figure-1", "Where forgetting happens: loss on pairs of classes after the last task",
         "The paper's Figure 1 with measured numbers: the mean loss on pairs of classes after the last task, 0 where "
         "they are told apart, 0.69 where they cannot be. Blue: within a client; (i) old tasks and (iii) an old and a "
         "new one are local forgetting. Orange: between two clients; (iv) is global forgetting. (ii) is the new task.",
@@ -85,12 +94,12 @@ def how_hybrid_replay_goes(evidence: Evidence) -> Chart | str:
     scheme.row(first, 0.72, "its images <i>D</i><sub>1</sub>", found.first)
     scheme.arrow(0.125, 0.53, 0.125, 0.44, "trained on,<br>then coded")
     scheme.row(first, 0.30, "memory <i>M</i><sub>1</sub>, decoded", found.first_kept)
-    scheme.box(update, f"Model update, task {h + 1}: {trial.overall[h]:.0f} % on all classes so far", COLOURS[0])
+    scheme.box(update, f"Task h = {h + 1}: {trial.overall[h]:.0f} % on all classes so far", COLOURS[0])
     scheme.row(update, 0.80, "new images <i>D</i><sub>h</sub>", found.new)
     scheme.row(update, 0.54, "memory <i>M</i><sub>1:h-1</sub>, decoded: against local forgetting", found.old_kept)
     scheme.row(update, 0.28, "made up from class means: against global forgetting", found.made)
     scheme.arrow(0.5, 0.11, 0.5, 0.03, "trained on together")
-    scheme.box(memory, "Memory update", COLOURS[2])
+    scheme.box(memory, f"Memory after task {h + 1}", COLOURS[2])
     scheme.row(memory, 0.72, "codes of old tasks, decoded", found.old_after)
     scheme.row(memory, 0.40, "codes of task h, added", found.new_after)
     scheme.note(memory, 0.10, f"a client keeps {in_bytes(trial.costs[h].kept_max)}<br>of codes, and no image")

@@ -1,8 +1,8 @@
 """What a simulated federation replays, as pictures: replay.png in the run folder, a row for each class shown.
 
 A row follows one exemplar of one client: the real image, what the client's memory gives back after each task, and what
-the last model makes up for the class. The tensors behind it are in replay.safetensors, so a resumed run goes on with
-its gallery.
+the last model makes up for the class; or, where no client keeps anything, what is made up for the class after each
+task. The tensors behind it are in replay.safetensors, so a resumed run goes on with its gallery.
 """
 
 import json
@@ -72,11 +72,17 @@ class Gallery:
             self.page(class_names, tasks).save(partial, format="PNG")
 
     def page(self, class_names: Sequence[str], tasks: int) -> Image.Image:
-        """Draw the page: rows are classes, columns the real image, the exemplar after each task, the made-up one."""
+        """Draw the page: rows are classes, columns the real image, the exemplar after each task, the made-up one.
+
+        Of a method without exemplars, the made-up ones after each task.
+        """
         side = next(iter(self.pictures.values())).shape[-1]
         cell = side * max(1, -(-CELL // side))
         rows = sorted({int(name.split("/")[2]) for name in self.pictures})
-        columns = ["real", *(f"after {t + 1}" for t in range(tasks) if pictured(t, tasks)), "made up"]
+        numbers = [t + 1 for t in range(tasks) if pictured(t, tasks)]
+        columns = ["real", *(f"after {n}" for n in numbers), "made up"]
+        if not self.keeps():
+            columns = ["real", *(f"made {n}" for n in numbers)]
         page = Image.new("RGB", (LABELS + len(columns) * (cell + GAP), HEADER + len(rows) * (cell + GAP)), PAPER)
         draw, font = ImageDraw.Draw(page), ImageFont.load_default(12)
         for x, title in enumerate(columns):
@@ -92,11 +98,17 @@ class Gallery:
                     page.paste(_image(picture).resize((cell, cell), Image.Resampling.NEAREST), (left, top))
         return page
 
+    def keeps(self) -> bool:
+        """Tell whether any exemplar was ever kept."""
+        return any("/kept/" in name for name in self.pictures)
+
     def _row(self, j: int, tasks: int) -> list[Tensor | None]:
         real = [self.pictures.get(f"{t}/real/{j}") for t in range(tasks)]
         made = [self.pictures.get(f"{t}/made/{j}") for t in range(tasks)]
         first = next((picture for picture in real if picture is not None), None)
         last = next((picture for picture in reversed(made) if picture is not None), None)
+        if not self.keeps():
+            return [first, *(picture for t, picture in enumerate(made) if pictured(t, tasks))]
         return [first, *(self.pictures.get(f"{t}/kept/{j}") for t in range(tasks) if pictured(t, tasks)), last]
 
 

@@ -32,22 +32,40 @@ class Run:
         return settings
 
 
-def find(paths: Iterable[Path]) -> list[Run]:
-    """Return the finished runs in `paths`, each a run's folder or a folder of runs at any depth."""
+def find(paths: Iterable[Path], left_out: list[str] | None = None) -> list[Run]:
+    """Return the finished runs in `paths`, each a run's folder or a folder of runs at any depth.
+
+    What is no run, or a damaged one, is an error; or, with `left_out`, a sentence there, as long as any run is left.
+    """
     runs: dict[Path, Run] = {}
     waiting: list[Path] = []
     for path in paths:
-        folders = list(_run_folders(path))
-        if not folders:
-            raise UserError(f"{path} holds no run; a run is a folder with a result.json, such as `fcil run` leaves")
+        try:
+            folders = list(_run_folders(path))
+            if not folders:
+                raise UserError(f"{path} holds no run; a run is a folder with a result.json, such as `fcil run` leaves")
+        except UserError as error:
+            _leave_out(error, left_out)
+            continue
         for folder in folders:
-            if (folder / "result.json").exists():
-                runs.setdefault(folder.resolve(), Run(folder, read_result(folder)))
-            else:
-                waiting.append(folder)
+            try:
+                if (folder / "result.json").exists():
+                    runs.setdefault(folder.resolve(), Run(folder, read_result(folder)))
+                else:
+                    waiting.append(folder)
+            except UserError as error:
+                _leave_out(error, left_out)
     if waiting and not runs:
         raise UserError(f"no run has finished yet; continue with: fcil run --resume {waiting[0]}")
+    if left_out and not runs:
+        raise UserError("; ".join(left_out))
     return list(runs.values())
+
+
+def _leave_out(error: UserError, left_out: list[str] | None) -> None:
+    if left_out is None:
+        raise error
+    left_out.append(str(error))
 
 
 def unfinished(paths: Iterable[Path]) -> list[Path]:
