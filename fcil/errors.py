@@ -8,6 +8,11 @@ class UserError(Exception):
     """Something the user can mend; the text says what is wrong and what is allowed."""
 
 
+def lacking(what: str, extra: str) -> UserError:
+    """Return the error for something that needs a package of one of our extras; `what` says which."""
+    return UserError(f"{what}; it comes with the extra {extra}, in fcil's folder: pip install -e '.[{extra}]'")
+
+
 def unknown(kind: str, name: str, allowed: Iterable[str]) -> UserError:
     """Return the error for a wrong `name`, with the nearest right one first."""
     names = list(allowed)

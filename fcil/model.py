@@ -13,7 +13,7 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor, nn
 
-from fcil.errors import UserError
+from fcil.errors import UserError, lacking
 from fcil.experiment import setting_of
 from fcil.files import whole
 from fcil.method import Client
@@ -102,7 +102,7 @@ def export_onnx(folder: Path, path: Path) -> float:
         import onnxruntime
         import onnxscript  # noqa: F401 - what torch exports with
     except ImportError as error:
-        raise UserError(f"--onnx needs the package {error.name}: pip install fcil[onnx]") from None
+        raise lacking(f"--onnx needs the package {error.name}", "onnx") from None
     model = Model.of(folder)
     examples = torch.rand(4, *model.shape, generator=torch.Generator().manual_seed(0))
     module = Scores(model.client, model.message).eval()

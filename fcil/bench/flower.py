@@ -15,7 +15,7 @@ import torch
 
 from fcil.bench import task
 from fcil.bench.task import Clock, Network, Rounds
-from fcil.errors import UserError
+from fcil.errors import lacking
 from fcil.federation.engine import cores
 from fcil.records import Weights
 
@@ -32,9 +32,7 @@ def measure(heavy: bool, rounds: int) -> Rounds:
     """Do the work on Flower, in a process of its own."""
     missing = [name for name in ("flwr", "ray") if find_spec(name) is None]
     if missing:
-        raise UserError(
-            f"the comparison with Flower's simulation needs the package {missing[0]}: pip install fcil[simulation]"
-        )
+        raise lacking(f"the comparison with Flower's simulation needs the package {missing[0]}", "simulation")
     return task.apart("fcil.bench.flower", "Flower", heavy, rounds, QUIET)
 
 

@@ -12,14 +12,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fcil.errors import UserError
+from fcil.errors import UserError, lacking
 from fcil.files import whole
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.x509 import Certificate
 
-MISSING = "this needs Flower and what comes with it: pip install fcil[flower]"
 CA_DAYS = 3650  # that the CA lives, and the most that a server certificate may
 
 
@@ -167,7 +166,7 @@ def _library() -> tuple[Any, Any, Any]:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError:
-        raise UserError(MISSING) from None
+        raise lacking("this needs Flower and what comes with it", "flower") from None
     return serialization, x509, ec
 
 

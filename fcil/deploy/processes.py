@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import fcil
-from fcil.errors import UserError
+from fcil.errors import UserError, lacking
 
 CONNECTION = "fcil"  # what flwr's config.toml calls the SuperLink
 KEY_IN_USE = "[code: 23]"  # Flower's error for a public key that is registered already
@@ -43,7 +43,7 @@ def program(name: str) -> str:
     """Return where one of Flower's programs is."""
     found = shutil.which(name, path=environment(Path())["PATH"])
     if found is None:
-        raise UserError(f"there is no {name} here; it comes with Flower: pip install fcil[flower]")
+        raise lacking(f"there is no {name} here, which is one of Flower's programs", "flower")
     return found
 
 

@@ -18,7 +18,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from fcil.errors import UserError
+from fcil.errors import UserError, lacking
 from fcil.records import ByClass, Weights, flatten, unflatten
 from fcil.scenario.benchmarks import Protocol
 from fcil.seeds import seed_of
@@ -136,7 +136,7 @@ def ready(protocol: Protocol) -> None:
                 "set outliers=0, or dp=local"
             )
         if find_spec("opacus") is None:
-            raise UserError(f"dp={protocol.dp} counts its cost with opacus; pip install 'fcil[privacy]'")
+            raise lacking(f"dp={protocol.dp} counts its cost with the package opacus", "privacy")
 
 
 def spent(protocol: Protocol, releases: Mapping[str, int]) -> dict[str, Any]:

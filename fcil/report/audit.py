@@ -10,7 +10,7 @@ from rich.table import Table
 from torch import Tensor
 
 from fcil.analysis.audit import Found, Pictures
-from fcil.errors import UserError
+from fcil.errors import UserError, lacking
 from fcil.files import whole
 from fcil.report.paper import CLASSES, in_millions, kept_in_table_3
 
@@ -131,7 +131,7 @@ def draw(found: Found, pictures: Pictures, path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise UserError("drawing needs matplotlib; install it with: pip install fcil[report]") from None
+        raise lacking("drawing needs the package matplotlib", "report") from None
     groups = [group for group in _groups(found, pictures) if group.columns[0][1]]
     widths = [len(group.columns) + 0.5 * bool(group.notes) for group in groups]
     width, height = CELL * sum(widths) + 0.3 * len(widths), CELL * ROWS + 1.05

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fcil.errors import UserError
+from fcil.errors import UserError, lacking
 from fcil.report.evidence import Evidence, gather
 
 WIDTH = 860  # pixels, before scaling
@@ -44,7 +44,7 @@ def all_charts() -> tuple[Callable[[Evidence], Any], ...]:
         from fcil.report.replay_figure import what_is_replayed
         from fcil.report.schemes import how_hybrid_replay_goes, where_forgetting_happens
     except ImportError as error:
-        raise UserError(f"figures need the package {error.name}; install it with: pip install fcil[report]") from None
+        raise lacking(f"figures need the package {error.name}", "report") from None
     return (*CHARTS, *PAPER, where_forgetting_happens, how_hybrid_replay_goes, what_is_replayed)
 
 
@@ -74,7 +74,7 @@ def _render(figures: Sequence[Any], files: Sequence[Path]) -> None:
         import plotly.io
         from choreographer.errors import BrowserClosedError, BrowserDepsError, BrowserFailedError
     except ImportError as error:
-        raise UserError(f"figures need the package {error.name}; install it with: pip install fcil[report]") from None
+        raise lacking(f"figures need the package {error.name}", "report") from None
     widths = [WIDTH + (140 if figure.layout.showlegend is not False else 0) for figure in figures]
     for figure in figures:
         title = {"x": 0.02, "xanchor": "left", "font": {"size": 16}}

@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from fcil import __version__
-from fcil.errors import UserError
+from fcil.errors import UserError, lacking
 from fcil.files import write_text
 from fcil.report.comparison import BOUNDS, number
 from fcil.report.evidence import Evidence, Group, gather
@@ -57,7 +57,7 @@ def page_of(found: Sequence[Evidence], left_out: Sequence[str], live: Mapping[st
         from fcil.report.courses import training_loss
         from fcil.report.drawing import DARK, LIGHT, Chart
     except ImportError as error:
-        raise UserError(f"a page needs the package {error.name}; install it with: pip install fcil[report]") from None
+        raise lacking(f"a page needs the package {error.name}", "report") from None
     room = MOST_PICTURES
     sections = []
     for n, evidence in enumerate(found):

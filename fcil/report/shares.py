@@ -8,7 +8,7 @@ import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from fcil.errors import UserError
+from fcil.errors import UserError, lacking
 from fcil.scenario.scenario import Scenario
 from fcil.scenario.tasks import Task
 
@@ -50,7 +50,7 @@ def draw_shares(scenario: Scenario, path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise UserError("drawing needs matplotlib; install it with: pip install fcil[report]") from None
+        raise lacking("drawing needs the package matplotlib", "report") from None
     counts = reduce(
         np.maximum, map(scenario.share, scenario.tasks)
     )  # a class comes in one task; clients that stay on hold it in two

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from fcil.errors import UserError
+from fcil.errors import UserError, lacking
 from fcil.federation.loop import Line
 from fcil.report.progress import overall_of
 
@@ -13,7 +13,7 @@ def mirrored(lines: Iterator[Line], folder: Path) -> Iterator[Line]:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise UserError("--tensorboard needs the package tensorboard: pip install fcil[tensorboard]") from None
+        raise lacking("--tensorboard needs the package tensorboard", "tensorboard") from None
     try:
         writer = SummaryWriter(str(folder))
     except OSError as error:

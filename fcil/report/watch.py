@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from fcil.errors import UserError
+from fcil.errors import UserError, lacking
 from fcil.report.comparison import settings_text
 from fcil.report.evidence import gather, rounds_of
 from fcil.report.page import WATCH_EVERY, island, page_of
@@ -113,7 +113,7 @@ def _loss_so_far(lines: Sequence[Mapping[str, Any]], first: Mapping[str, Any]) -
     try:
         from fcil.report.courses import loss_chart
     except ImportError as error:
-        raise UserError(f"a page needs the package {error.name}; install it with: pip install fcil[report]") from None
+        raise lacking(f"a page needs the package {error.name}", "report") from None
     rounds = rounds_of(lines)
     name, settings = str(first.get("method", "?")), settings_text(first.get("settings", {}))
     return loss_chart([(name, (name, settings), rounds, [r.loss for r in rounds])])
