@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fcil.blocks.exemplars import herded
 from fcil.blocks.losses import binary_cross_entropy
-from fcil.blocks.nearest_mean import feature_sums
+from fcil.blocks.nearest_mean import feature_sums, nearness
 from fcil.errors import UserError
 from fcil.experiment import Parts, assemble
 from fcil.federation.loop import learn
@@ -212,6 +212,11 @@ def test_a_class_without_exemplars_is_never_predicted_and_that_is_said() -> None
     after = parts.engine.classify(server.broadcast(), test)
     assert not (after == 3).any() and torch.equal(before[before != 3], after[before != 3])
     assert server.measured() == {"classes_without_exemplars": 1.0}  # type: ignore[attr-defined]
+
+
+def test_a_class_without_a_mean_is_ruled_out_also_where_all_means_are_far() -> None:
+    scores = nearness(torch.tensor([[-3.0, -4.0]]), torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 1.0]]))
+    assert scores[0].tolist() == [pytest.approx(-0.6), -torch.inf, pytest.approx(-0.8)]
 
 
 def test_without_any_exemplar_the_head_classifies() -> None:
