@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fcil.blocks.codes import BITS, code_bytes, packed, scale_bytes, unpacked
+from fcil.blocks.codes import BITS, code_bytes, packed, renewed, scale_bytes, unpacked
 from fcil.method import Setting
 from fcil.methods.hr_literal import Config, latent_size
 from fcil.networks.autoencoder import Decoder
@@ -191,3 +191,16 @@ def test_classes_packed_together_are_packed_as_if_alone(bits: int) -> None:
         assert torch.equal(stored[j], alone) and torch.equal(scales[j], scale)
         assert torch.equal(unpacked(stored, scales, bits, 13)[j], restored(codes, bits))
     assert packed({}, bits) == ({}, {}) and unpacked({}, {}, bits, 13) == {}
+
+
+@pytest.mark.parametrize("bits", [8, 32])
+def test_what_is_kept_anew_is_packed_and_all_else_stays_to_the_bit_so_many_of_each(bits: int) -> None:
+    before, after = ({j: some_codes(6, 5, 1.0, seed + j) for j in (1, 2, 3)} for seed in (0, 10))
+    stored, scales = packed(before, bits)
+    anew = {j: after[j] for j in (2, 3)}
+    codes, own = renewed(stored, scales, anew, {3: 4, 1: 2}, bits)
+    fresh, fresh_scales = packed({3: after[3][:4]}, bits)
+    assert list(codes) == list(own) == [3, 1], "nothing is left of class 2"
+    assert torch.equal(codes[3], fresh[3]) and torch.equal(own[3], fresh_scales[3])
+    assert torch.equal(codes[1], stored[1][:2]) and torch.equal(own[1], scales[1])
+    assert codes[1].untyped_storage().nbytes() < stored[1].untyped_storage().nbytes(), "the rest is let go of"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fcil.blocks.codec import RawCodec
-from fcil.blocks.exemplars import pictured, shares
+from fcil.blocks.exemplars import holdings, new_images, pictured, shares
 from fcil.experiment import execute
 from fcil.methods import METHODS
 from fcil.results.gallery import Gallery
@@ -147,3 +147,10 @@ def test_a_run_shows_what_exemplars_look_like_through_a_codec(method: str, tmp_p
     assert any(
         not torch.equal(pictures[name], pictures.get(name.replace("kept", "real"), pictures[name])) for name in kept
     )
+
+
+def test_what_could_be_kept_are_the_images_at_hand_and_exemplars_of_all_other_classes() -> None:
+    task, labels = Task(1, ((0, 1), (2, 3))), torch.tensor([3, 1, 3, 3])
+    data = LocalData(task, torch.arange(4, dtype=torch.uint8).view(4, 1, 1, 1), labels)
+    assert list(holdings({1: torch.zeros(9, 2), 0: torch.zeros(5, 2)}, data).items()) == [(0, 5), (1, 1), (3, 3)]
+    assert {j: own.flatten().tolist() for j, own in new_images(data).items()} == {3: [0, 2, 3]}, "1 is of a task before"
