@@ -182,6 +182,10 @@ def test_steps_of_another_commit_are_not_compared(tmp_path: Path) -> None:
     chart = made(charts.capacity(evidence(tmp_path)))
     titles = [axis.title.text for axis in chart.figure.select_yaxes()]
     assert "accuracy (%)" in titles and "step (ms)" not in titles
+    change(write_run(tmp_path, "hr", 1, code_bytes=24), commit=None)
+    chart = made(charts.capacity(evidence(tmp_path)))
+    shown = [trace for trace in chart.figure.data if "step (ms)" in trace.hovertemplate and len(trace.x)]
+    assert [trace.name for trace in shown] == ["hr"] and "(1 seed)" in shown[0].customdata[1][0]
 
 
 def test_one_size_is_no_figure_of_capacity(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class Point:
     width: float | None  # channels of the decoder; None where it has none
     code: float  # bytes
     found: dict[str, Measured | None]
-    ran: frozenset[tuple[str, ...]]  # by which code, device and engine: times of others do not compare
+    steps: dict[tuple[str, ...], list[float | None]]  # by code, device and engine: times of others do not compare
 
 
 def capacity(evidence: Evidence) -> Chart | str:
@@ -53,14 +53,14 @@ def capacity(evidence: Evidence) -> Chart | str:
             "The figure of decoder capacity is left out: it takes hr or hr-literal with several sizes, such as "
             "fcil sweep --methods hr-literal --set decoder_width=8,16,64,256, or --methods hr --set code_bytes=12,24"
         )
-    timed = any(_alike(along) for _, _, lines in sides for along in lines.values())
+    timed = any(_steps(along) for _, _, lines in sides for along in lines.values())
     shown = [(k, axis) for k, axis in PANELS if any(p.found[k] for p in points) and (k != "step" or timed)]
     figure = make_subplots(len(shown), len(sides), shared_xaxes=True, vertical_spacing=0.05, horizontal_spacing=0.12)
     labels = list(dict.fromkeys(label for _, _, lines in sides for label in lines))
     for column, (title, place, lines) in enumerate(sides, 1):
         for row, (key, axis) in enumerate(shown, 1):
             for label, along in lines.items():
-                found = [(p, p.found[key]) for p in along if key != "step" or _alike(along)]
+                found = _steps(along) if key == "step" else [(p, p.found[key]) for p in along]
                 _draw(figure, row, column, labels.index(label), label, axis, place, found)
             figure.update_yaxes(title=axis if column == 1 else "", row=row, col=column)
         places = [value for along in lines.values() for point in along if (value := place(point))]
@@ -74,8 +74,8 @@ def capacity(evidence: Evidence) -> Chart | str:
     return chart(
         "capacity", "Decoder capacity: what it buys, and what it costs",
         "Final accuracy; how near the exemplars are to their images (PSNR); how well an attacker tells training images "
-        "from others (the highest AUC of the audit, 0.5 is guessing); and the time of a local step, where the runs of "
-        "a line are of the same code and engine. Means over seeds."
+        "from others (the highest AUC of the audit, 0.5 is guessing); and the time of a local step, of runs by the "
+        "same code and engine. Means over seeds."
         + without,
         figure,
         ("method", "settings", "seeds", "decoder_channels", "code_bytes",
@@ -142,10 +142,11 @@ def _point(group: Group) -> Point | None:
         "psnr": [psnr_of(trial) for trial in group.trials], "auc": [auc_of(trial) for trial in group.trials],
     }  # fmt: skip
     found = {key: over_seeds([[value] for value in values])[0] for key, values in told.items()}
-    ran = frozenset(
-        tuple(str(trial.run.result.get(key)) for key in ("commit", "device", "engine")) for trial in group.trials
-    )
-    return Point(group, f"{method} ({settings_text(others)})" if others else method, width, code, found, ran)
+    by_code: dict[tuple[str, ...], list[float | None]] = {}
+    for trial, step in zip(group.trials, steps, strict=True):
+        ran = tuple(str(trial.run.result.get(key)) for key in ("commit", "device", "engine"))
+        by_code.setdefault(ran, []).append(step)
+    return Point(group, f"{method} ({settings_text(others)})" if others else method, width, code, found, by_code)
 
 
 def _image_bytes(trial: Trial, benchmark: Mapping[str, Any]) -> float:
@@ -160,9 +161,10 @@ def _step(trial: Trial, plan: Mapping[str, Any]) -> float | None:
     return 1000 * float(trial.run.result["seconds"]["train"]) / steps if steps else None
 
 
-def _alike(along: Sequence[Point]) -> bool:
-    """Tell whether the times of some runs can be compared."""
-    return len(frozenset[tuple[str, ...]]().union(*(point.ran for point in along))) == 1
+def _steps(along: Sequence[Point]) -> list[tuple[Point, Measured | None]]:
+    """Return the step times that compare: of runs by code and engine that all points of a line have; else none."""
+    shared = [ran for ran in along[0].steps if all(ran in point.steps for point in along)]
+    return [(p, over_seeds([[step] for ran in shared for step in p.steps[ran]])[0]) for p in along] if shared else []
 
 
 def _width(point: Point) -> float | None:

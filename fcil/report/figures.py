@@ -78,7 +78,7 @@ def _render(figures: Sequence[Any], files: Sequence[Path]) -> None:
     widths = [WIDTH + (140 if figure.layout.showlegend is not False else 0) for figure in figures]
     for figure in figures:
         title = {"x": 0.02, "xanchor": "left", "font": {"size": 16}}
-        figure.update_layout(paper_bgcolor="white", margin={"t": 84}, title=title)
+        figure.update_layout(paper_bgcolor="white", margin={"t": 104}, title=title)
     try:
         plotly.io.write_images(
             list(figures), list(files), scale=[SCALE if file.suffix == ".png" else 1 for file in files], width=widths,

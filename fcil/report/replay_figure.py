@@ -54,8 +54,8 @@ def what_is_replayed(evidence: Evidence) -> Chart | str:
     figure.update_yaxes(hidden | {"range": [len(rows), -0.6]})
     figure.update_layout(height=90 + ROW * (len(rows) + 1), showlegend=False)
     return chart(
-        "replayed", "What is replayed",
-        "The first seed of every method with a gallery: what a client's memory gives back of one exemplar a class, and "
+        "replayed", "What is replayed, in the first seed of each method",
+        "Of every method with a gallery: what a client's memory gives back of one exemplar a class, and "
         "what is made up for the class. Nothing is drawn where nothing is kept, or made up.",
         figure, ("method", "settings", "seed", "picture"),
         [

@@ -106,7 +106,7 @@ def how_hybrid_replay_goes(evidence: Evidence) -> Chart | str:
     scheme.arrow(0.255, 0.5, 0.285, 0.5, "")
     scheme.arrow(0.715, 0.5, 0.745, 0.5, "")
     return chart(
-        "figure-2", "How Hybrid Replay goes from task to task",
+        "figure-2", f"How Hybrid Replay goes from task to task: {group.label}, seed {trial.seed}",
         f"The paper's Figure 2 with images of a run: {group.label} on {evidence.section.benchmark}, seed {trial.seed}. "
         "Task 1 is learned and coded; every later task is learned together with what the codes give back and what is "
         "made up from the means of classes, and then adds its own codes.",
