@@ -45,6 +45,11 @@ def audits(method: str) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(runs(method).glob("*/audit.json"))]
 
 
+def finals(method: str) -> list[float]:
+    """Return the final accuracy of a method, seed by seed."""
+    return [json.loads(path.read_text())["final"] for path in sorted(runs(method).glob("*/result.json"))]
+
+
 def over(values: list[float], digits: int) -> str:
     """Say a mean over seeds and its standard error."""
     mean, error = mean_and_sem(values)
@@ -67,7 +72,6 @@ def kept_rows() -> list[str]:
     lines = []
     for method, name in AUDITED.items():
         found = audits(method)
-        finals = [json.loads(p.read_text())["final"] for p in sorted(runs(method).glob("*/result.json"))]
         kept = [one["kept"] for one in found if one["kept"]]
         cells = ["nothing", "", "", ""]
         if kept:
@@ -83,7 +87,7 @@ def kept_rows() -> list[str]:
             auc(found, "sources of exemplars", "loss"), auc(found, "sources of exemplars", "distance to what is kept"),
             auc(found, "all training images", "loss"),
         ]  # fmt: skip
-        lines.append(f"| {' | '.join([name, over(finals, 1), *cells, *told])} |".replace("|  |", "| |"))
+        lines.append(f"| {' | '.join([name, over(finals(method), 1), *cells, *told])} |".replace("|  |", "| |"))
     return [line.replace("|  |", "| |") for line in lines]
 
 

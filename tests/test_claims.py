@@ -120,6 +120,27 @@ def test_whether_confusion_is_mended_later_is_as_the_ledgers_have_it() -> None:
     assert f"(finetune) {at_its_end['finetune']} and {later['finetune']}" in row[2]
 
 
+def test_the_capacity_row_says_what_the_runs_and_audits_found() -> None:
+    said = row_of("Decoder capacity")[2]
+
+    def of(methods: tuple[str, ...], seed: int | None, what: str, digits: int) -> str:
+        chosen = []
+        for method in methods:
+            told = [
+                {"psnr": one["kept"]["psnr"], "auc": max(row["value"] for row in one["membership"])}
+                for one in audits.audits(method)
+            ]
+            values = audits.finals(method) if what == "final" else [one[what] for one in told]
+            chosen.append(audits.over(values, digits) if seed is None else f"{values[seed]:.{digits}f}")
+        return ", ".join(chosen)
+
+    wide = ("hr-literal,decoder_width=4", "hr-literal", "hr-literal,decoder_width=64")
+    codes = ("hr-literal,code_bits=4", "hr-literal", "hr-literal,code_bits=32")
+    assert f"4, 16, 64 channels end at {of(wide, 0, 'final', 1)}, with exemplars at {of(wide, 0, 'psnr', 1)} dB" in said
+    assert f"the highest AUC of an attack at {of(wide, 0, 'auc', 3)}" in said
+    assert f"three seeds: {of(codes, None, 'final', 1)}, AUC {of(codes, None, 'auc', 3)}" in said
+
+
 def _named(trace: Any) -> tuple[list[str], list[str]]:
     """Return the methods of a trace, and what it says of each to three digits."""
     values = zip(trace.x, trace.error_x.array, strict=True)

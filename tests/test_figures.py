@@ -182,10 +182,20 @@ def test_steps_of_another_commit_are_not_compared(tmp_path: Path) -> None:
     chart = made(charts.capacity(evidence(tmp_path)))
     titles = [axis.title.text for axis in chart.figure.select_yaxes()]
     assert "accuracy (%)" in titles and "step (ms)" not in titles
-    change(write_run(tmp_path, "hr", 1, code_bytes=24), commit=None)
+    for size in (0, 24):
+        write_run(tmp_path, "hr", 1, code_bytes=size)
     chart = made(charts.capacity(evidence(tmp_path)))
     shown = [trace for trace in chart.figure.data if "step (ms)" in trace.hovertemplate and len(trace.x)]
     assert [trace.name for trace in shown] == ["hr"] and "(1 seed)" in shown[0].customdata[1][0]
+
+
+def test_sizes_are_compared_over_the_seeds_that_all_of_them_have(tmp_path: Path) -> None:
+    finals = [
+        [json.loads((write_run(tmp_path, "hr", seed, code_bytes=size) / "result.json").read_text())["final"]]
+        for size, seed in ((0, 0), (24, 0), (0, 1))
+    ]
+    chart = made(charts.capacity(evidence(tmp_path)))
+    assert list(chart.figure.data[0].y) == [finals[0][0], finals[1][0]] and finals[0] != finals[2]
 
 
 def test_one_size_is_no_figure_of_capacity(tmp_path: Path) -> None:

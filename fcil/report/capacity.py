@@ -18,7 +18,7 @@ from fcil.errors import UserError
 from fcil.networks import BODIES
 from fcil.records import read_tensors
 from fcil.report.comparison import Measured, settings_text
-from fcil.report.drawing import COLOURS, DASHES, SYMBOLS, Chart, byte_axis, chart, errors, names, with_error
+from fcil.report.drawing import COLOURS, DASHES, GREY, SYMBOLS, Chart, byte_axis, chart, errors, names, with_error
 from fcil.report.evidence import Evidence, Group, Trial, over_seeds
 from fcil.report.told import auc_of, audit_of
 
@@ -37,7 +37,8 @@ class Point:
     width: float | None  # channels of the decoder; None where it has none
     code: float  # bytes
     found: dict[str, Measured | None]
-    steps: dict[tuple[str, ...], list[float | None]]  # by code, device and engine: times of others do not compare
+    told: dict[str, dict[int, float | None]]  # the same, seed by seed
+    ran: dict[int, tuple[str, ...]]  # by which code, device and engine: times of others do not compare
 
 
 def capacity(evidence: Evidence) -> Chart | str:
@@ -53,18 +54,22 @@ def capacity(evidence: Evidence) -> Chart | str:
             "The figure of decoder capacity is left out: it takes hr or hr-literal with several sizes, such as "
             "fcil sweep --methods hr-literal --set decoder_width=8,16,64,256, or --methods hr --set code_bytes=12,24"
         )
-    timed = any(_steps(along) for _, _, lines in sides for along in lines.values())
+    timed = any(value for _, _, lines in sides for along in lines.values() for _, value in _shared(along, "step"))
     shown = [(k, axis) for k, axis in PANELS if any(p.found[k] for p in points) and (k != "step" or timed)]
     figure = make_subplots(len(shown), len(sides), shared_xaxes=True, vertical_spacing=0.05, horizontal_spacing=0.12)
     labels = list(dict.fromkeys(label for _, _, lines in sides for label in lines))
     for column, (title, place, lines) in enumerate(sides, 1):
         for row, (key, axis) in enumerate(shown, 1):
             for label, along in lines.items():
-                found = _steps(along) if key == "step" else [(p, p.found[key]) for p in along]
-                _draw(figure, row, column, labels.index(label), label, axis, place, found)
+                _draw(figure, row, column, labels.index(label), label, axis, place, _shared(along, key))
             figure.update_yaxes(title=axis if column == 1 else "", row=row, col=column)
+            if not any(value for along in lines.values() for _, value in _shared(along, key)):
+                at = {"xref": "x domain", "yref": "y domain", "x": 0.5, "y": 0.5, "row": row, "col": column}
+                figure.add_annotation(text="no runs that compare", showarrow=False, font={"color": GREY}, **at)
         places = [value for along in lines.values() for point in along if (value := place(point))]
         scale = byte_axis(places) if place is _code else {"type": "log", "tickvals": sorted(set(places))}
+        if place is _code and len(set(places)) <= 6:
+            scale |= {"tickvals": sorted(set(places)), "ticktext": [f"{value:g}" for value in sorted(set(places))]}
         figure.update_xaxes(scale, col=column)
         figure.update_xaxes(title=title, row=len(shown), col=column)
     figure.update_layout(height=90 + 190 * len(shown), showlegend=len(labels) > 1)
@@ -75,7 +80,7 @@ def capacity(evidence: Evidence) -> Chart | str:
         "capacity", "Decoder capacity: what it buys, and what it costs",
         "Final accuracy; how near the exemplars are to their images (PSNR); how well an attacker tells training images "
         "from others (the highest AUC of the audit, 0.5 is guessing); and the time of a local step, of runs by the "
-        "same code and engine. Means over seeds."
+        "same code and engine. Means over the seeds that all points of a line have."
         + without,
         figure,
         ("method", "settings", "seeds", "decoder_channels", "code_bytes",
@@ -142,11 +147,14 @@ def _point(group: Group) -> Point | None:
         "psnr": [psnr_of(trial) for trial in group.trials], "auc": [auc_of(trial) for trial in group.trials],
     }  # fmt: skip
     found = {key: over_seeds([[value] for value in values])[0] for key, values in told.items()}
-    by_code: dict[tuple[str, ...], list[float | None]] = {}
-    for trial, step in zip(group.trials, steps, strict=True):
-        ran = tuple(str(trial.run.result.get(key)) for key in ("commit", "device", "engine"))
-        by_code.setdefault(ran, []).append(step)
-    return Point(group, f"{method} ({settings_text(others)})" if others else method, width, code, found, by_code)
+    seeds = [trial.seed for trial in group.trials]
+    ran = {
+        trial.seed: tuple(str(trial.run.result.get(key)) for key in ("commit", "device", "engine"))
+        for trial in group.trials
+    }
+    by_seed = {key: dict(zip(seeds, values, strict=True)) for key, values in told.items()}
+    line = f"{method} ({settings_text(others)})" if others else method
+    return Point(group, line, width, code, found, by_seed, ran)
 
 
 def _image_bytes(trial: Trial, benchmark: Mapping[str, Any]) -> float:
@@ -161,10 +169,15 @@ def _step(trial: Trial, plan: Mapping[str, Any]) -> float | None:
     return 1000 * float(trial.run.result["seconds"]["train"]) / steps if steps else None
 
 
-def _steps(along: Sequence[Point]) -> list[tuple[Point, Measured | None]]:
-    """Return the step times that compare: of runs by code and engine that all points of a line have; else none."""
-    shared = [ran for ran in along[0].steps if all(ran in point.steps for point in along)]
-    return [(p, over_seeds([[step] for ran in shared for step in p.steps[ran]])[0]) for p in along] if shared else []
+def _shared(along: Sequence[Point], key: str) -> list[tuple[Point, Measured | None]]:
+    """Return what the points of a line are worth over the seeds that all of them have.
+
+    Steps are compared seed by seed where one code made all of them; a seed of which a value is missing is left out.
+    """
+    seeds = [seed for seed in along[0].told[key] if all(p.told[key].get(seed) is not None for p in along)]
+    if key == "step":
+        seeds = [seed for seed in seeds if len({p.ran[seed] for p in along}) == 1]
+    return [(p, over_seeds([[p.told[key][seed]] for seed in seeds])[0] if seeds else None) for p in along]
 
 
 def _width(point: Point) -> float | None:
