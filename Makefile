@@ -8,8 +8,10 @@ demo: $(VENV)/core  ## set up, and run the default method on the digits
 	$(BIN)/fcil run
 
 test: $(VENV)/dev  ## set up, and pass the tests
-	$(BIN)/python -m pytest -n 3 --dist worksteal
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m processes tests/deployment
+	@# a federation of real processes mostly waits: it runs beside the others, and speaks when they are done
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m processes tests/deployment >$(VENV)/processes.log 2>&1 & beside=$$!; \
+	$(BIN)/python -m pytest -n 3 --dist worksteal; others=$$?; \
+	wait $$beside; processes=$$?; cat $(VENV)/processes.log; test $$others = 0 && test $$processes = 0
 
 check: $(VENV)/dev  ## ruff, ruff format, mypy
 	$(BIN)/ruff check .
