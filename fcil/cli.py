@@ -44,7 +44,9 @@ Settings = Annotated[
     list[str],
     typer.Option("--set", metavar="KEY=VALUE", help="Change a knob of the method, protocol or benchmark; repeat it."),
 ]
+LISTS = ("class_order", "dp_clip")  # settings whose value may have commas of its own: no axis of a sweep
 HOW = ("resume", "device", "workers", "eager", "tensorboard")  # how a run is done, not what it is
+NOT_FOR_NODES = ("benchmark", "data", "clients", "workers", "eager", "tensorboard")
 Workers = Annotated[
     int, typer.Option(help="Clients that compute at a time: processes on a CPU, streams on a GPU; 0 chooses.", min=0)
 ]
@@ -91,8 +93,8 @@ def run(
         if (resume / "deploy.json").exists():
             nodes, capacity = cli_deploy.simulated(resume)
     elif nodes:
-        if others := [_option(name) for name in typed if name in ("benchmark", "data", "clients", "workers", "eager")]:
-            raise UserError(f"--nodes are whose images count; leave out {', '.join(others)}")
+        if others := [_option(name) for name in typed if name in NOT_FOR_NODES]:
+            raise UserError(f"--nodes are asked one by one for their own images; leave out {', '.join(others)}")
         from fcil.deploy.plans import deployed
 
         given = {key: n for key, n in (("tasks", tasks), ("active", active)) if n is not None}
@@ -196,9 +198,7 @@ def sweep(
     from fcil.results.runs import find
 
     typed = _typed(ctx)
-    axes = [
-        [(k, v) for v in (text.split(",") if k != "class_order" else [text])] for k, text in settings_of(set_).items()
-    ]
+    axes = [[(k, v) for v in (text.split(",") if k not in LISTS else [text])] for k, text in settings_of(set_).items()]
     asked = [b.strip() for b in benchmarks.split(",")]
     if paper:
         from fcil.report.paper_runs import runs_of

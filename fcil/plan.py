@@ -146,7 +146,7 @@ def plan(
     for key, word in words.items():
         owners = [home for home, knows in homes.items() if key in knows]
         if not owners:
-            allowed = sorted(k for knows in homes.values() for k in knows)
+            allowed = sorted({k for knows in homes.values() for k in knows})
             raise UserError(f"{Path(name).name}: {unknown('setting', key, allowed)}")
         values[owners[0]][key] = word
     bases = {"benchmark": known, "protocol": chosen, "config": config}

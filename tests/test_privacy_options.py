@@ -247,7 +247,7 @@ def test_a_method_without_class_statistics_says_that_nothing_was_protected(
 ) -> None:
     assert done("finetune", tmp_path / "run", dp="central", stop_after=1)["privacy"]["epsilon"] == 0
     show_result(tmp_path / "run")
-    assert "dp=central had nothing to protect" in " ".join(capsys.readouterr().out.split())
+    assert "dp=central protected nothing" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("method", ["hr", "icarl"])

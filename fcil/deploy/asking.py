@@ -158,7 +158,9 @@ class Asking:
     def _asked(self, who: Sequence[int], kind: str, facts: Mapping[str, Any], tensors: Weights) -> dict[int, Reply]:
         """Ask those of `who` that can be reached, once; return what came, but for those who say they cannot answer."""
         if (question := (kind, facts["call"])) != self.question:
-            self.question, self.waiting = question, ""
+            self.question = question
+            if self.waiting:  # for an answer to the last one, which came
+                self._wait_for("")
         self.gather(self.rules.min_nodes)
         reached = {client: self.roster.addresses[client] for client in who if client in self.roster.addresses}
         on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

@@ -68,7 +68,8 @@ class Address:
         """Read HOST:PORT."""
         host, colon, port = text.rpartition(":")
         if not colon or not host or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 65536:
-            raise UserError(f"{option} {text} is not allowed; it takes HOST:PORT, such as 0.0.0.0:9092")
+            near = "0.0.0.0" if option == "--listen" else "fcil.example.org"
+            raise UserError(f"{option} {text} is not allowed; it takes HOST:PORT, such as {near}:9092")
         return Address(host.strip("[]"), int(port))
 
     def __str__(self) -> str:

@@ -130,7 +130,7 @@ def join(seat: Seat, patience: float, say: Say) -> None:
             if not may_pass or time.monotonic() > until:
                 raise UserError(why)
             if why != said:
-                say(f"{why}; trying again")
+                say(f"trying again: {why}")
             said = why
             time.sleep(AGAIN)
 

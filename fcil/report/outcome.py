@@ -89,7 +89,10 @@ def privacy(result: Mapping[str, Any]) -> str:
     if not told:
         return ""
     if not told["releases"]:
-        return f"dp={told['dp']} had nothing to protect: this method's clients say nothing of classes but networks"
+        return (
+            f"dp={told['dp']} protected nothing: this method's clients send no sums or counts of classes, and all "
+            "else that they send is not covered (docs/trust.md)"
+        )
     whom = "anyone who sees a reply" if told["dp"] == "local" else "anyone but the server"
     return (
         f"differential privacy against {whom}: epsilon {told['epsilon']:.2f} at delta {told['delta']:g} for one "

@@ -130,3 +130,22 @@ def test_a_server_says_once_whom_it_waits_for_and_goes_on_when_they_are_back(
     assert 1 <= len(waiting) <= 2 and all("carla" in sentence for sentence in waiting)
     assert "anna" not in " ".join(waiting) and shown and waiting[-1] in shown[0]
     assert json.loads((place / "nodes.json").read_text())["waiting"] == "", "it is over"
+
+
+def test_what_a_server_waited_for_is_over_when_it_asks_the_next_question(
+    tmp_path: Path, three: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire = LocalWire(nodes_of(three, tmp_path / "state", "cpu"))
+    asking = federation(tmp_path / "run", wire).asking
+    asking.gather(3)
+    asking.missing = [2]
+    asking.wait(0, "2 of 3 have answered")
+    shown: list[str] = []
+
+    def exchange(mail: Mapping[int, Request]) -> dict[int, Reply]:
+        shown.append(json.loads(asking.status.read_text())["waiting"])
+        return {}
+
+    monkeypatch.setattr(wire, "exchange", exchange)
+    asking._asked([0, 1, 2], ASK, {"call": "the next"}, {})
+    assert shown == [""], "while the nodes train, nobody is waited for"
