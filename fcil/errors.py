@@ -10,7 +10,8 @@ class UserError(Exception):
 
 def lacking(what: str, extra: str) -> UserError:
     """Return the error for something that needs a package of one of our extras; `what` says which."""
-    return UserError(f"{what}; it comes with the extra {extra}, in fcil's folder: pip install -e '.[{extra}]'")
+    command = f"pip install -c constraints.txt -e '.[{extra}]'"
+    return UserError(f"{what}; it comes with the extra {extra}, in fcil's folder: {command}")
 
 
 def unknown(kind: str, name: str, allowed: Iterable[str]) -> UserError:

@@ -66,7 +66,7 @@ def test_runtimes_have_their_turns_and_the_missing_are_named(monkeypatch: pytest
 def test_without_flower_the_bench_says_so_and_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench.flower, "find_spec", lambda name: None)
     monkeypatch.setattr(bench.pfl, "find_spec", lambda name: None)
-    for part, sentence in (("flower", "pip install -e '.[simulation]'"), ("pfl", "pip install 'pfl==0.6.*'")):
+    for part, sentence in (("flower", "constraints.txt -e '.[simulation]'"), ("pfl", "pip install 'pfl==0.6.*'")):
         said = typed(f"bench --part {part}")  # at once: our own side is not measured for nothing
         assert said.code == 2 and said.err.count(sentence) == 1 and sentence not in said.out
 

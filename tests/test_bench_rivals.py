@@ -79,7 +79,7 @@ def test_pfl_research_computes_the_same(heavy: bool) -> None:
 @pytest.mark.parametrize("missing", ["flwr", "ray"])
 def test_without_flower_or_ray_the_user_is_told_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flower, "find_spec", lambda name: None if name == missing else object())
-    with pytest.raises(UserError, match=rf"needs the package {missing}; .*pip install -e '\.\[simulation\]'"):
+    with pytest.raises(UserError, match=rf"needs the package {missing}; .*constraints.txt -e '\.\[simulation\]'"):
         flower.measure(False, 1)
 
 

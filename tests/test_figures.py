@@ -318,7 +318,7 @@ def test_without_a_browser_one_sentence_says_so(tmp_path: Path, monkeypatch: pyt
 def test_without_kaleido_one_sentence_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "runs", "hr")
     monkeypatch.setitem(sys.modules, "kaleido", None)
-    with pytest.raises(UserError, match=r"figures need the package kaleido; .*pip install -e '\.\[report\]'"):
+    with pytest.raises(UserError, match=r"figures need the package kaleido; .*constraints.txt -e '\.\[report\]'"):
         write_figures([tmp_path / "runs"], tmp_path / "out")
 
 

@@ -323,7 +323,7 @@ def test_outliers_would_undo_central_privacy() -> None:
 
 def test_the_accountant_is_asked_for_before_the_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(privacy, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install -e '\.\[privacy\]'"):
+    with pytest.raises(UserError, match=r"constraints.txt -e '\.\[privacy\]'"):
         assemble(tiny_plan("hr", dp="local"), "cpu", workers=1)
     assemble(tiny_plan("hr"), "cpu", workers=1)
 

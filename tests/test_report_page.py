@@ -386,7 +386,7 @@ def test_without_the_extra_one_sentence_names_it(package: str, tmp_path: Path, m
         monkeypatch.setitem(sys.modules, name, None)
     for name in ("charts", "courses"):
         monkeypatch.delitem(sys.modules, f"fcil.report.{name}")
-    told = rf"a page needs the package {package}.*; .*pip install -e '\.\[report\]'"
+    told = rf"a page needs the package {package}.*; .*constraints.txt -e '\.\[report\]'"
     with pytest.raises(UserError, match=told):
         write_page([tmp_path], tmp_path / "page.html")
     (tmp_path / "made-up/icarl/0/result.json").unlink()

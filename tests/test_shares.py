@@ -66,5 +66,5 @@ def test_what_drawing_needs(scenario, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="cannot be written"):
         draw_shares(scenario, tmp_path / "nowhere" / "shares.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UserError, match=r"pip install -e .\.\[report\]"):
+    with pytest.raises(UserError, match=r"constraints.txt -e .\.\[report\]"):
         draw_shares(scenario, tmp_path / "shares.png")
