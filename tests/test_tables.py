@@ -70,6 +70,36 @@ def test_runs_are_grouped_and_averaged() -> None:
     assert less.paper is None and digits.rows[0].paper is None
 
 
+def in_folder(place: Path, seed: int, toml: str) -> Run:
+    (folder := place / str(seed)).mkdir()
+    (folder / "config.toml").write_text(toml)
+    return Run(folder, run("hr", seed, 60 + seed).result)
+
+
+def test_runs_of_one_name_that_are_not_the_same_have_rows_of_their_own(tmp_path: Path) -> None:
+    mine = "[benchmark]\nname = 'mine'\nalpha = {}\n[protocol]\nname = 'short'\n[config]\nlr = 0.1\n{}"
+    known = "tied = 128"
+    runs = [
+        in_folder(tmp_path, seed, mine.format(alpha, knobs))
+        for seed, (alpha, knobs) in enumerate([(0.1, known), (0.1, known), (1, known), (1, ""), (1, "tied = 0")])
+    ]
+    rows = {row.label: row for row in compare(runs).sections[0].rows}
+    assert {label: row.seeds for label, row in rows.items()} == {
+        "hr (alpha=0.1, tied=128)": (0, 1),
+        "hr (alpha=1, tied=128)": (2,),
+        "hr (alpha=1, tied=unset)": (3,),
+        "hr (alpha=1, tied=0)": (4,),
+    }
+    assert all(row.paper is None for row in rows.values())
+    assert [row.label for row in compare(runs[:2]).sections[0].rows] == ["hr"]
+
+
+def test_what_protocols_got_later_leaves_older_runs_as_they_were(tmp_path: Path) -> None:
+    older, newer = "[protocol]\nrounds = 60\n", "[protocol]\nrounds = 60\nwarmup = 0.0\n"
+    [row] = compare([in_folder(tmp_path, 0, older), in_folder(tmp_path, 1, newer)]).sections[0].rows
+    assert row.seeds == (0, 1) and row.label == "hr"
+
+
 def test_only_the_same_experiment_stands_beside_the_papers_number() -> None:
     runs = [
         run("hr", memory_scope="client"),

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import PurePath
 from typing import Any
 
@@ -11,7 +11,7 @@ from fcil.methods import family
 from fcil.report.paper import PAPER_FINAL, Claim, claim, paper_name
 from fcil.results.metrics import mean_and_sem
 from fcil.results.runs import Run
-from fcil.scenario.benchmarks import Benchmark
+from fcil.scenario.benchmarks import Benchmark, Protocol
 
 BOUNDS = {"finetune": "lower", "joint": "upper"}
 
@@ -19,6 +19,8 @@ _PAPER_ORDER = list(PAPER_FINAL["cifar100-10x10"])
 
 # Settings of the benchmark under which the paper's number still speaks of the same experiment.
 _SAME_EXPERIMENT = {"partition_seed", "sampling_seed", "memory_scope", "protocol"}
+
+_NAMES = {"name", "protocol"}  # which a section has in its title
 
 _OTHER_EXPERIMENT = {f.name for f in fields(Benchmark)} - _SAME_EXPERIMENT
 
@@ -93,10 +95,13 @@ def compare(runs: Iterable[Run]) -> Comparison:
         section.setdefault((run.result["method"], json.dumps(beyond, sort_keys=True)), []).append(run)
     return Comparison(
         tuple(
-            Section(benchmark, protocol, tuple(sorted((_row(alike) for alike in rows.values()), key=_place)))
+            Section(
+                benchmark, protocol,
+                tuple(sorted((_row(*part) for alike in rows.values() for part in _apart(alike)), key=_place)),
+            )
             for (benchmark, protocol), rows in sorted(groups.items())
         )
-    )
+    )  # fmt: skip
 
 
 def shown_name(method: str) -> str:
@@ -114,14 +119,36 @@ def number(value: float) -> str:
     return f"{round(value, 1) + 0.0:.1f}"  # the sum turns -0.0 into 0.0
 
 
-def _row(alike: Sequence[Run]) -> Row:
+def _apart(alike: Sequence[Run]) -> list[tuple[list[Run], dict[str, Any]]]:
+    """Take runs apart that are called the same and are not, with what tells them from each other.
+
+    A file of one's own may have changed between two seeds, and so may a default. A method's knob that came later is
+    told of the runs before it; what benchmarks and protocols got later leaves a run as it was.
+    """
+    parts: dict[str, list[Run]] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for run in alike:
+        knobs = run.knobs()
+        world = {**asdict(Benchmark()), **asdict(Protocol()), **knobs.get("benchmark", {}), **knobs.get("protocol", {})}
+        own = {**{key: world[key] for key in sorted(world.keys() - _NAMES)}, **knobs.get("config", {})} if knobs else {}
+        parts.setdefault(text := json.dumps(own, sort_keys=True), []).append(run)
+        values[text] = own
+    known = {key for own in values.values() for key in own}
+    differ = {key for key in known if len({json.dumps(own.get(key)) for own in values.values() if own}) > 1}
+    return [
+        (runs, {key: values[text].get(key, "unset") for key in differ} if values[text] else {})
+        for text, runs in parts.items()
+    ]
+
+
+def _row(alike: Sequence[Run], differs: Mapping[str, Any]) -> Row:
     runs = _one_per_seed(alike)
     results = [run.result for run in runs]
     first = results[0]
-    same_experiment = not _OTHER_EXPERIMENT & runs[0].settings.keys()
+    settings = {**differs, **{key: value for key, value in runs[0].settings.items() if key != "protocol"}}
     return Row(
         method=first["method"],
-        settings={key: value for key, value in runs[0].settings.items() if key != "protocol"},
+        settings=settings,
         seeds=tuple(result["seed"] for result in results),
         final=_measured(results, "final"),
         average=_measured(results, "average"),
@@ -129,7 +156,7 @@ def _row(alike: Sequence[Run]) -> Row:
         bwt=_measured(results, "bwt"),
         memory_bytes=mean_and_sem([result["memory_bytes"] for result in results])[0],
         seconds=mean_and_sem([result["seconds"]["total"] for result in results])[0],
-        paper=claim(first["benchmark"], first["method"]) if same_experiment else None,
+        paper=claim(first["benchmark"], first["method"]) if not _OTHER_EXPERIMENT & settings.keys() else None,
     )
 
 

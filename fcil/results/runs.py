@@ -5,6 +5,7 @@ A finished run is a folder with a result.json of `FORMAT`; one with a ledger or 
 
 import json
 import os
+import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,14 @@ class Run:
         """Return what the run changed from the defaults."""
         settings: dict[str, Any] = self.result.get("settings", {})
         return settings
+
+    def knobs(self) -> dict[str, dict[str, Any]]:
+        """Return all that decided the run, set or not, as its config.toml has it; nothing where that cannot be read."""
+        try:
+            found = tomllib.loads((self.folder / "config.toml").read_text())
+        except (OSError, ValueError):
+            return {}
+        return {table: found[table] for table in ("benchmark", "protocol", "config") if table in found}
 
 
 def find(paths: Iterable[Path], left_out: list[str] | None = None) -> list[Run]:
