@@ -2,6 +2,7 @@
 
 import csv
 import io
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from rich.console import Console, RenderableType
 
 from fcil.errors import UserError
 from fcil.report.comparison import Measured, compare
+from fcil.report.evidence import gather
 from fcil.report.outcome import accuracy_table
 from fcil.report.paper import PAPER_FINAL, PAPER_SEM, claim
 from fcil.report.tables import as_csv, as_latex, as_markdown, as_rich
@@ -228,3 +230,15 @@ def test_one_runs_table_shows_the_metrics() -> None:
     del result["overall"]  # then only the last is known
     rows = {line.split()[0]: line.split()[1:] for line in drawn(accuracy_table(result)) if line.strip()}
     assert rows["2"] == ["60.0", "70.0"] and rows["3"][-1] == "60.0"
+
+
+def test_a_page_keeps_them_apart_too(tmp_path: Path) -> None:
+    for seed in ("0", "1"):
+        shutil.copytree(Path(__file__).parent.parent / "results" / "digits" / "finetune" / seed, tmp_path / seed)
+    config = tmp_path / "1" / "config.toml"
+    config.write_text(config.read_text().replace("alpha = 1.0", "alpha = 0.1"))
+    [evidence], left_out = gather([tmp_path])
+    assert {group.label: [trial.seed for trial in group.trials] for group in evidence.groups} == {
+        "finetune (alpha=0.1)": [1], "finetune (alpha=1.0)": [0],
+    }  # fmt: skip
+    assert left_out == []

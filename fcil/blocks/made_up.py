@@ -120,8 +120,8 @@ def _varied(width: int, leading: Tensor) -> Tensor:
 def _contrast(numbers: Tensor, leading: Tensor) -> Tensor:
     """Return the logarithm of the mean square of each row's numbers that grow with contrast: (N, 1)."""
     varied = _varied(numbers.shape[1], leading)[:-1]
-    square: Tensor = (numbers.square() * varied).sum(1, keepdim=True) / varied.sum().clamp_min(1)
-    return square.clamp_min(1e-4).log()
+    energy: Tensor = (numbers.square() * varied).sum(1, keepdim=True) / varied.sum().clamp_min(1)
+    return energy.clamp_min(1e-4).log()
 
 
 def _root(products: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:

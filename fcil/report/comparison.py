@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from fcil.errors import UserError
@@ -51,6 +51,7 @@ class Row:
     memory_bytes: float
     seconds: float
     paper: Claim | None
+    folders: tuple[Path, ...]  # of its runs, seed by seed
 
     @property
     def label(self) -> str:
@@ -156,6 +157,7 @@ def _row(alike: Sequence[Run], differs: Mapping[str, Any]) -> Row:
         bwt=_measured(results, "bwt"),
         memory_bytes=mean_and_sem([result["memory_bytes"] for result in results])[0],
         seconds=mean_and_sem([result["seconds"]["total"] for result in results])[0],
+        folders=tuple(run.folder for run in runs),
         paper=claim(first["benchmark"], first["method"]) if not _OTHER_EXPERIMENT & settings.keys() else None,
     )
 

@@ -248,7 +248,7 @@ def _grouped(trials: list[Trial]) -> list[Evidence]:
         shared = {key: value for key, value in first.items() if all(_same(o, key, value) for o in others)}
         labels = [_label(row, shared) for row in section.rows]
         groups = tuple(
-            Group(row, _of(trials, section, row), label if labels.count(label) == 1 else f"{label}, {row.method}")
+            Group(row, _of(trials, row), label if labels.count(label) == 1 else f"{label}, {row.method}")
             for row, label in zip(section.rows, labels, strict=True)
         )
         found.append(Evidence(section, groups, settings_text(shared)))
@@ -264,7 +264,6 @@ def _label(row: Row, shared: Mapping[str, Any]) -> str:
     return replace(row, settings=own).label
 
 
-def _of(trials: list[Trial], section: Section, row: Row) -> tuple[Trial, ...]:
-    wanted = (section.benchmark, section.protocol, row.method, _settings(row.settings))
-    alike = [t for t in trials if (*_key(t.run)[:3], _key(t.run)[4]) == wanted]
+def _of(trials: list[Trial], row: Row) -> tuple[Trial, ...]:
+    alike = [trial for trial in trials if trial.run.folder in row.folders]
     return tuple(sorted(alike, key=lambda trial: trial.seed))
