@@ -9,7 +9,7 @@ demo: $(VENV)/core  ## set up, and run the default method on the digits
 
 test: $(VENV)/dev  ## set up, and pass the tests
 	@# a federation of real processes mostly waits: it runs beside the others, and speaks when they are done
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m processes tests/deployment >$(VENV)/processes.log 2>&1 & beside=$$!; \
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m processes tests/deployment >$(VENV)/processes.log 2>&1 & beside=$$!; trap "kill $$beside" INT TERM; \
 	$(BIN)/python -m pytest -n 3 --dist worksteal; others=$$?; \
 	wait $$beside; processes=$$?; cat $(VENV)/processes.log; test $$others = 0 && test $$processes = 0
 

@@ -96,6 +96,13 @@ def test_runs_of_one_name_that_are_not_the_same_have_rows_of_their_own(tmp_path:
     assert [row.label for row in compare(runs[:2]).sections[0].rows] == ["hr"]
 
 
+@pytest.mark.parametrize("config", ["benchmark = 3\n", "[config]\nlr = 2026-11-16\n", "[config\n", "\x00"])
+def test_a_config_of_another_kind_stops_no_table(config: str, tmp_path: Path) -> None:
+    runs = [in_folder(tmp_path, 0, config), in_folder(tmp_path, 1, "[config]\nlr = 0.1\n")]
+    rows = compare(runs).sections[0].rows
+    assert sorted(seed for row in rows for seed in row.seeds) == [0, 1]
+
+
 def test_what_protocols_got_later_leaves_older_runs_as_they_were(tmp_path: Path) -> None:
     older, newer = "[protocol]\nrounds = 60\n", "[protocol]\nrounds = 60\nwarmup = 0.0\n"
     [row] = compare([in_folder(tmp_path, 0, older), in_folder(tmp_path, 1, newer)]).sections[0].rows

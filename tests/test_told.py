@@ -41,7 +41,7 @@ def evidence(tmp_path: Path) -> Evidence:
 def test_the_order_of_what_is_kept_is_measured_seed_by_seed(evidence: Evidence) -> None:
     raw, webp, codes = steps(evidence.groups)
     assert raw[:2] == ("raw images", "WebP files") and raw.mean == pytest.approx(0.1)
-    half = 4.303 * 0.01 / 3**0.5  # Student's t of two degrees, and the standard error of three seeds
+    half = 4.30265273 * 0.01 / 3**0.5  # Student's t of two degrees, and the standard error of three seeds
     assert (raw.low, raw.high) == pytest.approx((0.1 - half, 0.1 + half)) and raw.verdict == "holds"
     assert webp[:2] == ("WebP files", "codes") and webp.mean == pytest.approx(-0.01)  # codes: hr and remind alike
     assert webp.low < 0 < webp.high or webp.verdict == "fails"

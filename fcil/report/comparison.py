@@ -132,10 +132,12 @@ def _apart(alike: Sequence[Run]) -> list[tuple[list[Run], dict[str, Any]]]:
         knobs = run.knobs()
         world = {**asdict(Benchmark()), **asdict(Protocol()), **knobs.get("benchmark", {}), **knobs.get("protocol", {})}
         own = {**{key: world[key] for key in sorted(world.keys() - _NAMES)}, **knobs.get("config", {})} if knobs else {}
-        parts.setdefault(text := json.dumps(own, sort_keys=True), []).append(run)
+        parts.setdefault(text := json.dumps(own, sort_keys=True, default=str), []).append(run)
         values[text] = own
     known = {key for own in values.values() for key in own}
-    differ = {key for key in known if len({json.dumps(own.get(key)) for own in values.values() if own}) > 1}
+    differ = {
+        key for key in known if len({json.dumps(own.get(key), default=str) for own in values.values() if own}) > 1
+    }
     return [
         (runs, {key: values[text].get(key, "unset") for key in differ} if values[text] else {})
         for text, runs in parts.items()

@@ -21,7 +21,6 @@ ATTACKS = (  # name, whose images, how they are told, and the mark
     ("exemplars' images, by loss", "sources of exemplars", "loss", "circle"),
     ("all training images, by loss", "all training images", "loss", "circle-open"),
 )
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two-sided, 1 to 9 degrees
 
 
 class Step(NamedTuple):
@@ -133,6 +132,8 @@ def _over(group: Group, whose: str, attack: str) -> Any:
 
 def _interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Return the mean of some values and the interval that holds it with 95 %, by Student's t."""
+    from scipy.stats import t
+
     mean, error = mean_and_sem(values)
-    half = T_95[min(len(values) - 1, len(T_95)) - 1] * (error or 0.0)
+    half = float(t.ppf(0.975, len(values) - 1)) * (error or 0.0)
     return mean, mean - half, mean + half

@@ -38,7 +38,9 @@ class Run:
             found = tomllib.loads((self.folder / "config.toml").read_text())
         except (OSError, ValueError):
             return {}
-        return {table: found[table] for table in ("benchmark", "protocol", "config") if table in found}
+        return {
+            table: found[table] for table in ("benchmark", "protocol", "config") if isinstance(found.get(table), dict)
+        }
 
 
 def find(paths: Iterable[Path], left_out: list[str] | None = None) -> list[Run]:

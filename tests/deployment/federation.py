@@ -129,6 +129,21 @@ class Federation:
             self.kill(name)
 
 
+def strangers(made: Federation) -> dict[str, tuple[list[str], str]]:
+    """Return who must not get in: what each is, how it knocks, and what it is told."""
+    make(made.place / "other", ["127.0.0.1"], ["dora"], 30)
+    theirs, ours = made.place / "other" / "nodes" / "dora", str(made.place / "tls" / "ca.crt")
+    (made.data / "dora").mkdir(exist_ok=True)
+    words = ["join", "--server", str(made.listen), "--data", str(made.data / "dora"), "--patience", "0"]
+    key = ["--key", str(theirs / "dora.key")]
+    ways = {
+        "an unregistered key": ([*key, "--ca", ours], "did not admit node dora: its key is not registered there"),
+        "TLS but no key": (["--insecure", "--ca", ours], "admits nodes with a key only"),
+        "a wrong CA": (key, "vouches for"),
+    }
+    return {what: ([*words, "--state", str(made.place / what), *more], told) for what, (more, told) in ways.items()}
+
+
 class Link(Federation):
     """A federation around Flower's SuperLink alone, to which runs are submitted as `flwr run` does."""
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 
-from fcil.deploy.certificates import make
 from fcil.federation.versions import Versions
 from fcil.results.ledger import read, verify
-from tests.deployment.federation import LONG, NODES, Federation, rogue, text_of, until
+from tests.deployment.federation import LONG, NODES, Federation, rogue, strangers, text_of, until
 from tests.deployment.sitting import PLAN, Sitting
 
 NONSENSE = {
@@ -108,22 +107,14 @@ def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor] | None) 
 
 
 def _strangers(soak: Sitting, made: Federation) -> None:
-    make(made.place / "other", ["127.0.0.1"], ["dora"], 30)
-    theirs, ours = made.place / "other" / "nodes" / "dora", made.place / "tls" / "ca.crt"
-    (made.data / "dora").mkdir(exist_ok=True)
-    words = ["join", "--server", str(made.listen), "--data", str(made.data / "dora"), "--patience", "0"]
-    key = ["--key", str(theirs / "dora.key")]
-    ways = {
-        "an unregistered key": [*key, "--ca", str(ours)], "TLS but no key": ["--insecure", "--ca", str(ours)],
-        "a wrong CA": key, "neither key nor TLS": ["--insecure"],
-    }  # fmt: skip
-    for what, more in ways.items():
-        made.start(what, *words, "--state", str(made.place / what), *more)
+    refused, unheard = strangers(made), "neither key nor TLS"
+    openly = ["join", "--server", str(made.listen), "--data", str(made.data / "dora"), "--insecure"]
+    for what, (words, _) in {**refused, unheard: ([*openly, "--state", str(made.place / unheard)], "")}.items():
+        made.start(what, *words)
         soak.fault(f"a stranger with {what}")
-    *refused, unheard = ways
-    for what in refused:
-        assert made.processes[what].wait(LONG) == 2, made.said(what)
-        soak.say(f"  refused: {made.said(what)[-140:]}")
+    for what, (_, told) in refused.items():
+        assert made.processes[what].wait(LONG) == 2 and told in made.said(what), made.said(what)
+        soak.say(f"  refused: ... {made.said(what)[made.said(what).index(told) :]}")
     assert "is admitted" not in made.said(unheard) and made.processes[unheard].poll() is None, "it knocks in vain"
     made.kill(unheard)
     soak.say(f"  with {unheard}: not admitted")

@@ -10,11 +10,22 @@ import pytest
 
 pytest.importorskip("flwr", reason="needs the extra flower")
 
-from fcil.deploy.certificates import make
 from fcil.federation.versions import Versions
 from fcil.results.ledger import read, verify
 from tests.deployment.conftest import digits_of_three
-from tests.deployment.federation import LONG, NODES, SHORT, Link, environment, rogue, same, simulated, text_of, until
+from tests.deployment.federation import (
+    LONG,
+    NODES,
+    SHORT,
+    Link,
+    environment,
+    rogue,
+    same,
+    simulated,
+    strangers,
+    text_of,
+    until,
+)
 
 pytestmark = pytest.mark.processes
 MFCL = "latent = 16\nsynthetic = 16\ngenerator_steps = 5\ngenerator_batch = 16\n"
@@ -94,18 +105,9 @@ def experiment_of(run: Path) -> str:
 
 def strangers_are_refused(link: Link) -> None:
     """A key that is not registered, TLS without a key, and another CA: each is one sentence."""
-    make(link.place / "other", ["127.0.0.1"], ["dora"], 30)
-    theirs, ours = link.place / "other" / "nodes" / "dora", link.place / "tls" / "ca.crt"
-    (link.data / "dora").mkdir(exist_ok=True)
-    words = ["join", "--server", str(link.listen), "--data", str(link.data / "dora"), "--patience", "0"]
-    key = ["--key", str(theirs / "dora.key")]
-    refused = {
-        "unregistered": ([*key, "--ca", str(ours)], "did not admit node dora: its key is not registered there"),
-        "keyless": (["--insecure", "--ca", str(ours)], "admits nodes with a key only"),
-        "elsewhere": (key, "vouches for"),
-    }
-    for name, (more, _) in refused.items():
-        link.start(name, *words, "--state", str(link.place / name), *more)
-    for name, (_, why) in refused.items():
-        assert link.processes[name].wait(LONG) == 2, link.said(name)
-        assert why in link.said(name) and "is admitted" not in link.said(name)
+    refused = strangers(link)
+    for what, (words, _) in refused.items():
+        link.start(what, *words)
+    for what, (_, told) in refused.items():
+        assert link.processes[what].wait(LONG) == 2, link.said(what)
+        assert told in link.said(what) and "is admitted" not in link.said(what)
