@@ -58,13 +58,18 @@ def learned(images: dict[int, Tensor], held_out: dict[int, Tensor], seed: int) -
     return 100 * right / sum(map(len, held_out.values()))
 
 
-if __name__ == "__main__":
+def prepared() -> tuple[list[Tensor], TransformCodec, Weights]:
+    """Return the training images of the first twenty classes, and the codec that the first ten of them make."""
     data = load("cifar100")
     order = np.random.RandomState(1993).permutation(100)
     of = [data.train_images[data.train_labels == int(j)] for j in order[: 2 * CLASSES]]
     codec = build("klt", (3, 32, 32))
     assert isinstance(codec, TransformCodec)
-    fitted = codec.fitted(codec.statistics(torch.cat(of[:CLASSES])))
+    return of, codec, codec.fitted(codec.statistics(torch.cat(of[:CLASSES])))
+
+
+if __name__ == "__main__":
+    of, codec, fitted = prepared()
     real = {j: images[:USED] for j, images in enumerate(of[CLASSES:])}
     decoded = {j: codec.decode(fitted, codec.encode(fitted, images)) for j, images in enumerate(of[CLASSES:])}
     held_out = {j: images[USED:] for j, images in decoded.items()}

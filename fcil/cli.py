@@ -10,7 +10,7 @@ import typer
 
 from fcil import __version__, cli_deploy, cli_results
 from fcil.cli_results import Device
-from fcil.errors import UserError
+from fcil.errors import UserError, quoted
 from fcil.knobs import knobs
 from fcil.methods import DEFAULT, METHODS
 from fcil.scenario import benchmarks as known
@@ -85,7 +85,9 @@ def run(
     """Run METHOD, a name from `fcil methods` or your own .py file; the same command again goes on where it stopped."""
     from fcil.plan import Plan, own_data, plan
 
-    typed = _typed(ctx)
+    typed, settings = _typed(ctx), settings_of(set_)
+    if twice := [name for name in ("tasks", "clients", "active") if name in typed and name in settings]:
+        raise UserError(f"--{twice[0]} and --set {twice[0]}=... say the same; give one of them")
     if resume is not None:
         if others := [_option(name) for name in typed if name not in HOW]:
             raise UserError(f"--resume reads all else from {resume}; leave out {', '.join(others)}")
@@ -98,7 +100,7 @@ def run(
         from fcil.deploy.plans import deployed
 
         given = {key: n for key, n in (("tasks", tasks), ("active", active)) if n is not None}
-        wanted = deployed(method, protocol or None, seed, {**given, **settings_of(set_)}, capacity, _command())
+        wanted = deployed(method, protocol or None, seed, {**given, **settings}, capacity, _command())
         folder = out or wanted.folder()
     else:
         if "capacity" in typed:
@@ -107,7 +109,7 @@ def run(
             raise UserError("--data and --benchmark exclude each other; give one of them")
         given = {key: n for key, n in (("tasks", tasks), ("clients", clients), ("active", active)) if n is not None}
         chosen = own_data(data, **given) if data else known.benchmark(benchmark)
-        wanted = plan(method, chosen, protocol or None, seed, {**given, **settings_of(set_)}, _command())
+        wanted = plan(method, chosen, protocol or None, seed, {**given, **settings}, _command())
         folder = out or wanted.folder()
     if nodes:
         cli_deploy.simulate(wanted, folder, nodes, capacity, device)
@@ -137,17 +139,27 @@ def methods(name: Annotated[str, typer.Argument(help="Show every knob of this me
 
 @app.command()
 def benchmarks(
+    ctx: typer.Context,
     name: Annotated[str, typer.Argument(help="Show this benchmark: a name, or your own .toml file.")] = "",
     show: Annotated[
         bool, typer.Option("--show", help="Deal the images: print and draw who holds how much of which class.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the partition.")] = 0,
-    set_: Settings = [],  # noqa: B006 - typer copies it
+    set_: Annotated[
+        list[str],
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a knob of the benchmark or its protocol; repeat it."),
+    ] = [],  # noqa: B006 - typer copies it
     out: Annotated[Path | None, typer.Option(help="With --show: the picture [default: NAME-shares.png]")] = None,
 ) -> None:
     """List the benchmarks, or show one."""
     if not name and show:
         raise UserError("say which benchmark: fcil benchmarks NAME --show, such as fcil benchmarks digits --show")
+    if not show and (idle := [_option(option) for option in _typed(ctx) if option in ("seed", "out")]):
+        raise UserError(f"without --show no images are dealt; leave out {', '.join(idle)}, or add --show")
+    if not name and set_:
+        raise UserError("say whose knobs: fcil benchmarks NAME --set KEY=VALUE, such as fcil benchmarks digits ...")
+    if seed < 0:
+        raise UserError(f"seed={seed} is not allowed; seed takes whole numbers at least 0")
     if not name:
         table = plain_table("benchmark", "T/K/C/A", "what it is")
         for b in known.BENCHMARKS.values():
@@ -157,10 +169,9 @@ def benchmarks(
     chosen = known.benchmark(name)
     timing = known.protocol(chosen.protocol)
     if set_:
-        from fcil.plan import plan
+        from fcil.plan import turned
 
-        wanted = plan(DEFAULT, chosen, settings=settings_of(set_))
-        chosen, timing = wanted.benchmark, wanted.protocol
+        chosen, timing = turned((chosen, timing), settings_of(set_), "a benchmark has no knobs of methods")
     if not show:
         fixed = ("name", "protocol")
         settable = {key: knob for key, knob in knobs(type(chosen)).items() if key not in fixed}
@@ -213,6 +224,7 @@ def sweep(
         plan(m, b, protocol or None, seed, {**own, **dict(chosen)}, _command())
         for (b, m, own), chosen, seed in product(chosen_runs, product(*axes), seeds_of(seeds))
     ]
+    plans = list({(p.folder(out), p.method, p.benchmark, p.protocol): p for p in plans}.values())  # each once
     missing = [p for p in plans if not finished(p.folder(out), p)]
     console.print(f"{count(len(plans), 'run')}, {len(plans) - len(missing)} of them finished before")
     ready = _with_data(missing)
@@ -335,12 +347,14 @@ def _execute(
     the_device(device)
     if finished(folder, wanted):
         return console.print(f"{folder} is finished; this is what came out", soft_wrap=True)
-    show_plan(wanted)
-    lines = execute(wanted, folder, device, workers=workers, eager=eager)
+    lines = execute(wanted, folder, device, workers=workers, eager=eager, ready=lambda: show_plan(wanted))
     try:
         follow(mirrored(lines, tensorboard) if tensorboard else lines, wanted, console)
     except KeyboardInterrupt:
-        complain(f"stopped; the same command goes on, and so does: fcil run --resume {shlex.quote(str(folder))}")
+        if not (folder / "config.toml").exists():
+            complain("stopped before the run had begun; the same command begins it")
+            sys.exit(130)
+        complain(f"stopped; the same command goes on, and so does: fcil run --resume {quoted(folder)}")
         sys.exit(130)
     finally:
         lines.close()  # type: ignore[attr-defined]

@@ -1,5 +1,6 @@
 """The commands of a deployment: arguments and printing, nothing else."""
 
+import math
 import shlex
 import signal
 import sys
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fcil.errors import UserError
+from fcil.errors import UserError, quoted
 from fcil.terminal import complain, console, count, plain_table
 
 if TYPE_CHECKING:
@@ -18,6 +19,13 @@ RECENT = 120.0  # seconds after which nobody knows who is online
 Capacity = Annotated[int, typer.Option(help="Classes that tables have room for at first; they double.", min=2)]
 
 
+def _finite(param: typer.CallbackParam, value: float) -> float:
+    """Refuse what is no time at all: nan and inf pass for numbers."""
+    if not math.isfinite(value):
+        raise UserError(f"{param.opts[0]} {value} is not allowed; it takes a number of seconds")
+    return value
+
+
 def serve(
     config: Annotated[Path | None, typer.Argument(help="TOML file: method, seed, protocol, and any knob.")] = None,
     listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where nodes reach this server.")] = "0.0.0.0:9092",
@@ -25,10 +33,17 @@ def serve(
     min_nodes: Annotated[int, typer.Option(help="Nodes that must be there and answer; else it waits.", min=1)] = 2,
     task_when: Annotated[int, typer.Option(help="A task begins when so many nodes report new classes.", min=1)] = 1,
     task_every: Annotated[
-        float, typer.Option(help="A task begins every so many seconds, if anything is new; 0 is never.", min=0)
+        float,
+        typer.Option(
+            help="A task begins every so many seconds, if anything is new; 0 is never.", min=0, callback=_finite
+        ),
     ] = 0.0,
-    look_every: Annotated[float, typer.Option(help="Seconds between two looks for new classes.", min=1)] = 60.0,
-    timeout: Annotated[float, typer.Option(help="Seconds that a node may take for an answer.", min=1)] = 1800.0,
+    look_every: Annotated[
+        float, typer.Option(help="Seconds between two looks for new classes.", min=1, callback=_finite)
+    ] = 60.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds that a node may take for an answer.", min=1, callback=_finite)
+    ] = 1800.0,
     capacity: Capacity = 128,
     out: Annotated[Path | None, typer.Option(help="Run folder [default: runs/nodes/METHOD/SEED]")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder; all else is there.")] = None,
@@ -52,7 +67,7 @@ def serve(
             raise UserError(f"--resume reads all else from {resume}; leave out {config}")
         wanted, terms, folder = Plan.read(resume), Terms.read(resume), resume
         if terms.nodes:
-            raise UserError(f"{resume} is a simulation; go on with: fcil run --resume {resume}")
+            raise UserError(f"{resume} is a simulation; go on with: fcil run --resume {quoted(resume)}")
     else:
         if config is None:
             raise UserError("say what to serve: fcil serve CONFIG.toml, or --resume RUN")
@@ -73,9 +88,7 @@ def serve(
         write_text(folder / "config.toml", wanted.to_toml())
     terms.write(folder)
     console.print(f"{wanted.name} for at least {count(terms.min_nodes, 'node')}, in {folder}", soft_wrap=True)
-    _until_stopped(
-        lambda: served(folder, terms, _say), f"stopped; go on with: fcil serve --resume {shlex.quote(str(folder))}"
-    )
+    _until_stopped(lambda: served(folder, terms, _say), f"stopped; go on with: fcil serve --resume {quoted(folder)}")
     show_result(folder)
 
 
@@ -88,7 +101,7 @@ def join(
     name: Annotated[str, typer.Option(help="What this node is called; the key's name, if it has a key.")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "cpu",
     patience: Annotated[
-        float, typer.Option(help="Seconds in which it tries again where no server admits it.", min=0)
+        float, typer.Option(help="Seconds in which it tries again where no server admits it.", min=0, callback=_finite)
     ] = 120.0,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Without TLS and a key: on one machine, to try it.")
@@ -178,7 +191,7 @@ def simulated(folder: Path) -> tuple[list[Path], int]:
 
     terms = Terms.read(folder)
     if not terms.nodes:
-        raise UserError(f"{folder} is a deployment; go on with: fcil serve --resume {folder}")
+        raise UserError(f"{folder} is a deployment; go on with: fcil serve --resume {quoted(folder)}")
     return [Path(node) for node in terms.nodes], terms.capacity
 
 
@@ -201,7 +214,7 @@ def simulate(wanted: "Plan", folder: Path, folders: list[Path], capacity: int, d
             if line["kind"] == "task":
                 console.print(said(line), soft_wrap=True)
 
-    _until_stopped(all_of_it, f"stopped; go on with: fcil run --resume {shlex.quote(str(folder))}")
+    _until_stopped(all_of_it, f"stopped; go on with: fcil run --resume {quoted(folder)}")
 
 
 def _say(sentence: str) -> None:

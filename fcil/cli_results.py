@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fcil.errors import UserError
+from fcil.errors import UserError, quoted
 from fcil.terminal import complain, console, count
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def table(
         complain(f"left out: {sentence}")
     if waiting := unfinished([path for path in runs if path.exists()]):
         how = "go on with" if (waiting[0] / "checkpoint").exists() else "begin again, for want of a checkpoint, with"
-        complain(f"{count(len(waiting), 'unfinished run')} left out; {how}: fcil run --resume {waiting[0]}")
+        complain(f"{count(len(waiting), 'unfinished run')} left out; {how}: fcil run --resume {quoted(waiting[0])}")
     if verify:
         wrong = [sentence for run in found for sentence in differences(run.folder)]
         for sentence in wrong:

@@ -1,11 +1,17 @@
 """What a user can mend, said in one sentence."""
 
+import shlex
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 class UserError(Exception):
     """Something the user can mend; the text says what is wrong and what is allowed."""
+
+
+def quoted(path: object) -> str:
+    """Write a path as a shell takes it, for commands that are advised."""
+    return shlex.quote(str(path))
 
 
 def lacking(what: str, extra: str) -> UserError:

@@ -11,7 +11,7 @@ import fcntl
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fcil.errors import UserError
+from fcil.errors import UserError, quoted
 from fcil.federation.adaptive import crew
 from fcil.federation.calls import Call
 from fcil.federation.clients import Cursor, Door
@@ -33,7 +33,7 @@ from fcil.files import append_line, sha256, write_text
 from fcil.machine import commit, keep_memory, peak, reset_peak
 from fcil.method import Method, Pictures, Server, Setting
 from fcil.methods import DEFAULT, family, method
-from fcil.plan import Plan, plan
+from fcil.plan import Plan, plan, repeating
 from fcil.records import flatten, unflatten, write_tensors
 from fcil.results.gallery import Gallery, pictured, save_grid, shown
 from fcil.results.ledger import Ledger, read, result_of
@@ -82,15 +82,22 @@ def finished(folder: Path, wanted: Plan) -> bool:
         raise UserError(f"{wanted.name} has changed since {folder} was begun; choose a different --out, or remove it")
     if not other.same_as(wanted):
         raise UserError(f"{folder} holds another run ({other.command}); choose a different --out, or remove it")
-    return "result.json" in names
+    return "result.json" in names and bool(read_result(folder))
 
 
 def execute(
-    wanted: Plan, folder: Path, device: str = "auto", every: float = 10.0, workers: int = 0, eager: bool = False
+    wanted: Plan,
+    folder: Path,
+    device: str = "auto",
+    every: float = 10.0,
+    workers: int = 0,
+    eager: bool = False,
+    ready: Callable[[], None] = lambda: None,
 ) -> Iterator[Line]:
     """Do a run, or what is left of it, in `folder`; yield the ledger's new lines as they are written.
 
-    `workers` clients compute at a time (0 chooses); `eager` trains in a plain loop on a GPU, too.
+    `workers` clients compute at a time (0 chooses); `eager` trains in a plain loop on a GPU, too. `ready` is called
+    when nothing is left to refuse, before anything is trained.
     """
     with said_plainly(folder), locked(folder), threads(1):  # a server computes little; evaluation takes all cores
         reset_peak()
@@ -107,6 +114,7 @@ def execute(
             with Ledger.open(path, counts or None) as ledger:
                 if ledger.offset == 0:
                     ledger.append(_first_line(wanted, parts))
+                ready()
                 for line in learn(parts.scenario, parts.server, parts.door, parts.engine):
                     ledger.append(line)
                     if line["kind"] == "task" and hasattr(parts.engine.client, "look"):
@@ -181,8 +189,10 @@ def the_device(wanted: str) -> str:
 def restored(folder: Path, device: str = "auto") -> tuple[Plan, Parts]:
     """Return the plan of a finished run, and its parts as they were at its end: state, memories and all."""
     wanted = Plan.read(folder)
+    if wanted.benchmark.dataset == NODES:
+        raise UserError(f"{folder} is a deployment's: the images and memories are its nodes' own, and are not here")
     if not (folder / "result.json").exists():
-        raise UserError(f"{folder} is not finished; finish it with: fcil run --resume {folder}")
+        raise UserError(f"{folder} is not finished; finish it with: fcil run --resume {quoted(folder)}")
     if wanted.source and wanted.source != sha256(Path(wanted.method)):
         raise UserError(f"{wanted.name} has changed since {folder} was begun; put it back as it was")
     parts = assemble(wanted, device, workers=1)
@@ -193,7 +203,7 @@ def restored(folder: Path, device: str = "auto") -> tuple[Plan, Parts]:
     if not found or parts.door.cursor.task < len(parts.scenario.tasks):
         raise UserError(
             f"{folder} has no whole checkpoint of its end, where the clients' memories are; `fcil run` always leaves "
-            f"one, so repeat the run in another folder: {wanted.command} --out FOLDER"
+            f"one, so repeat the run with: {repeating(wanted, folder)}"
         )
     return wanted, parts
 
@@ -243,7 +253,7 @@ def _look(parts: Parts, task: Task, gallery: Gallery) -> None:
     rebuilt: Mapping[int, torch.Tensor] = getattr(parts.server, "look", dict)()
     for j in shown(task.new, len(parts.scenario.tasks)):
         holders = [c for c in present if held[c, j]]
-        keepers = (c for c in holders if j in seen(c, (j,)).kept)
+        keepers = (c for c in holders if parts.door.cursor.kept.get(c) and j in seen(c, (j,)).kept)
         if holders:
             gallery.owners[j] = next(keepers, holders[0])
     for j, client in ((j, client) for j, client in gallery.owners.items() if client in present):
@@ -340,5 +350,5 @@ def said_plainly(folder: Path, again: str = "fcil run --resume") -> Iterator[Non
             where = error.filename or folder
             raise UserError(f"cannot write {where}: {error.strerror or error}; choose a different --out") from error
         begun = (folder / "config.toml").exists()
-        then = f"what was saved is whole, go on with: {again} {folder}" if begun else "nothing was begun"
+        then = f"what was saved is whole, go on with: {again} {quoted(folder)}" if begun else "nothing was begun"
         raise UserError(f"cannot write to {folder}: the disk is full; {then}") from error

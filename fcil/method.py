@@ -32,6 +32,7 @@ Down = TypeVar("Down")
 Up = TypeVar("Up")
 Up_co = TypeVar("Up_co", covariant=True)
 Handler = TypeVar("Handler", bound=Callable[..., Any])
+Answer = Callable[..., Any]  # a @remote method of a client
 Nets = Mapping[str, Any]  # the networks of a client, by the names it gave them
 
 
@@ -114,6 +115,11 @@ def remote(handler: Handler) -> Handler:
     """Mark a client method as callable by the server; nothing else is."""
     handler.is_remote = True  # type: ignore[attr-defined]
     return handler
+
+
+def answers(client: Callable[..., Any]) -> list[Answer]:
+    """Return what a server may ask of a client."""
+    return [found for found in vars(client).values() if getattr(found, "is_remote", False)]
 
 
 def reply_type(handler: Callable[..., Any]) -> type:
@@ -217,7 +223,9 @@ class Server(Protocol):
     just ended, computed from `state`; the ledger's task line holds it. And `look(self) -> ByClass`: a picture that it
     has of each class, uint8 (channels, height, width), which is drawn beside what a client's `look` shows. And
     `pages(self) -> dict[str, Tensor]`: other pictures, uint8 (rows, columns, channels, height, width) by name, each a
-    file NAME.png in the run folder.
+    file NAME.png in the run folder. And, on the class, `one_by_one(config) -> list[Answer]`: those whose
+    replies it reads one by one, since means and sums are not enough: a run whose privacy is in the sums is refused
+    before it begins.
     """
 
     state: Any

@@ -13,12 +13,12 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor, nn
 
-from fcil.errors import UserError, lacking
+from fcil.errors import UserError, lacking, quoted
 from fcil.experiment import setting_of
 from fcil.files import whole
 from fcil.method import Client
 from fcil.methods import method
-from fcil.plan import Plan
+from fcil.plan import Plan, repeating
 from fcil.records import flatten, read_tensors, unflatten, write_tensors
 from fcil.scenario.images import resized, rgb
 
@@ -39,8 +39,9 @@ class Model:
         wanted = Plan.read(folder)
         if not (folder / "model.safetensors").exists():
             if (folder / "result.json").exists():
-                raise UserError(f"{folder} is finished, but was stored without its model; repeat it: {wanted.command}")
-            raise UserError(f"{folder} has no model yet; finish it with: fcil run --resume {folder}")
+                how = repeating(wanted, folder)
+                raise UserError(f"{folder} is finished, but was stored without its model; repeat it with: {how}")
+            raise UserError(f"{folder} has no model yet; finish it with: fcil run --resume {quoted(folder)}")
         flat, facts = read_tensors(folder / "model.safetensors")
         made = method(wanted.method)
         down = get_type_hints(made.server.broadcast)["return"]  # type: ignore[attr-defined]

@@ -3,11 +3,12 @@
 import hashlib
 import json
 import platform
+import shlex
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fcil import __version__
 from fcil.errors import UserError, unknown
@@ -18,6 +19,10 @@ from fcil.results.runs import FORMAT
 from fcil.scenario import benchmarks
 from fcil.scenario.benchmarks import Benchmark, Protocol
 
+if TYPE_CHECKING:
+    from fcil.method import Method
+
+FIXED = {Protocol: {"name"}, Benchmark: {"name", "protocol"}}  # what is chosen by name, and no knob
 LONGEST = 160  # bytes of a folder's name, which systems limit
 
 
@@ -136,29 +141,33 @@ def plan(
     chosen = benchmarks.protocol(protocol or known.protocol)
     config = method(name).config()
     words = {key: _text(value) for key, value in (settings or {}).items()}
-    homes = {"config": knobs(type(config)), "protocol": knobs(Protocol), "benchmark": knobs(Benchmark)}
-    for home in ("protocol", "benchmark"):
-        del homes[home]["name"]
-    del homes["benchmark"]["protocol"]
-    values: dict[str, dict[str, str]] = {home: {} for home in homes}
     if "protocol" in words:
         raise UserError(f"the protocol is no setting; choose it with --protocol {'|'.join(benchmarks.PROTOCOLS)}")
-    for key, word in words.items():
-        owners = [home for home, knows in homes.items() if key in knows]
-        if not owners:
-            allowed = sorted({k for knows in homes.values() for k in knows})
-            raise UserError(f"{Path(name).name}: {unknown('setting', key, allowed)}")
-        values[owners[0]][key] = word
-    bases = {"benchmark": known, "protocol": chosen, "config": config}
-    made = {home: changed(base, values[home]) for home, base in bases.items()}
+    bases = (config, chosen, known)
+    made = turned(bases, words, Path(name).name)
+    _check_privacy(method(name), made[0], made[1])
     if known.name in benchmarks.BENCHMARKS:  # a knob turned to where it stood is no other run
-        moved = {k for home, base in bases.items() for k in values[home] if getattr(made[home], k) != getattr(base, k)}
+        moved = {
+            k for k in words if any(getattr(a, k, 0) != getattr(b, k, 0) for a, b in zip(bases, made, strict=True))
+        }
         words = {k: w for k, w in words.items() if k in moved}
     shown = words if protocol in (None, known.protocol) else {"protocol": str(protocol), **words}
     source = ""
     if name.endswith(".py"):
         name, source = str(Path(name).resolve()), sha256(Path(name))
-    return Plan(name, made["benchmark"], made["protocol"], made["config"], seed, shown, command, source)
+    return Plan(name, made[2], made[1], made[0], seed, shown, command, source)
+
+
+def turned(bases: Sequence[Any], words: Mapping[str, str], whose: str) -> list[Any]:
+    """Turn the knobs of a config, a protocol and a benchmark, or some of them; each is the first's that has it."""
+    homes = [knobs(type(base)).keys() - FIXED.get(type(base), set()) for base in bases]
+    values: list[dict[str, str]] = [{} for _ in bases]
+    for key, word in words.items():
+        owners = [number for number, known in enumerate(homes) if key in known]
+        if not owners:
+            raise UserError(f"{whose}: {unknown('setting', key, sorted(set().union(*homes)))}")
+        values[owners[0]][key] = word
+    return [changed(base, own) for base, own in zip(bases, values, strict=True)]
 
 
 def own_data(path: str, tasks: int | None = None, clients: int = 10, active: int | None = None) -> Benchmark:
@@ -174,6 +183,46 @@ def own_data(path: str, tasks: int | None = None, clients: int = 10, active: int
         Benchmark(name=where.resolve().stem, dataset=str(where.resolve()), protocol="quick", network="small"),
         {"tasks": tasks, "classes_per_task": classes // tasks, "clients": clients, "active": active},
     )
+
+
+def repeating(wanted: Plan, folder: Path) -> str:
+    """Return a command that repeats the run of `folder` in one called `again`, whoever reads it and wherever.
+
+    The run's own command may be a sweep, or write to where only its author can; and defaults may have changed since.
+    """
+    b, p = wanted.benchmark, wanted.protocol
+    if b.name in benchmarks.BENCHMARKS and p.name in benchmarks.PROTOCOLS:
+        known = benchmarks.benchmark(b.name)
+        pairs = ((known, b), (benchmarks.protocol(p.name), p), (method(wanted.method).config(), wanted.config))
+        moved = {k: _text(v) for base, own in pairs for k, v in asdict(own).items() if v != getattr(base, k)}
+        if all(moved.values()) and _is(wanted, known, moved):
+            protocol = ["--protocol", p.name] if p.name != known.protocol else []
+            settings = [word for k, v in moved.items() for word in ("--set", f"{k}={v}")]
+            names = [wanted.method, "--benchmark", b.name, *protocol, "--seed", str(wanted.seed)]
+            return shlex.join(["fcil", "run", *names, *settings, "--out", "again"])
+    files = [folder / name for name in ("config.toml", "deploy.json") if (folder / name).exists()]
+    command = "serve" if len(files) == 2 and '"nodes": []' in files[1].read_text() else "run"  # nobody is simulated
+    return f"mkdir again && cp {shlex.join(map(str, files))} again && fcil {command} --resume again"
+
+
+def _is(wanted: Plan, known: Benchmark, moved: Mapping[str, str]) -> bool:
+    """Tell whether these settings make the same plan today."""
+    try:
+        return plan(wanted.method, known, wanted.protocol.name, wanted.seed, moved).same_as(wanted)
+    except UserError:  # as where an extra is missing that the run had
+        return False
+
+
+def _check_privacy(of: "Method", config: Any, protocol: Protocol) -> None:
+    """Refuse at once what a server would be refused in the middle of a run."""
+    if protocol.dp == "off":
+        return
+    from fcil.federation import privacy
+    from fcil.method import answers, reply_type
+
+    privacy.ready(protocol)
+    single = getattr(of.server, "one_by_one", lambda config: ())(config)
+    privacy.fits(protocol, map(reply_type, answers(of.client)), map(reply_type, single))
 
 
 def about(name: str) -> str:

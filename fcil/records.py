@@ -108,10 +108,14 @@ def write_tensors(path: Path, flat: Mapping[str, Tensor], facts: Mapping[str, st
     """Write tensors to `path` as safetensors: whole and synced, or not at all."""
     copied = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in flat.items()}  # none shares storage
     with whole(path) as partial:
+        partial.unlink(missing_ok=True)
+        partial.touch()
+        mode = partial.stat().st_mode  # what the umask gives; safetensors lets only the owner read
         try:
             save_file(copied, partial, dict(facts) if facts else None)
         except SafetensorError as error:
             raise OSError(f"cannot write {path}: {error}") from error
+        partial.chmod(mode)
 
 
 def read_tensors(path: Path) -> tuple[Weights, dict[str, str]]:

@@ -5,15 +5,17 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer.core
+import typer.main
 from rich.console import Console
 from rich.table import Table
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
-from fcil.errors import UserError, unknown
+from fcil.errors import UserError, quoted, unknown
 from fcil.knobs import Knob
 
 if TYPE_CHECKING:
@@ -21,8 +23,22 @@ if TYPE_CHECKING:
 
 typer.core.HAS_RICH = False  # or else it escapes the brackets of its help for HTML, which shows as \[default: 3]
 MOST_SEEDS = 10_000
+NO_ROOM = ("can't allocate memory", "out of memory")  # how torch says so, on a CPU and on a GPU
 console = Console(highlight=False, markup=False, emoji=False)
 errors = Console(highlight=False, markup=False, emoji=False, stderr=True)
+
+
+class Argument(TyperArgument):
+    """An argument with its help, which click 8.5 wipes out where typer 0.20 has set it."""
+
+    def __init__(self, *, help: str | None = None, **given: Any):
+        super().__init__(help=help, **given)
+        self.help = help
+
+
+typer.main.TyperArgument = Argument  # type: ignore[attr-defined]
+for kind in (TyperCommand, TyperGroup):  # typer shows arguments, and so does click 8.5: once is enough
+    kind.format_arguments = lambda self, ctx, formatter: None  # type: ignore[method-assign]
 
 
 class Commands(TyperGroup):
@@ -41,7 +57,9 @@ class RunCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read `--nodes A B` as `--nodes A --nodes B`."""
         words, within = [], 0
-        for word in args:
+        for word, after in pairwise([*args, "-"]):
+            if word == "--nodes" and after.startswith("-"):
+                raise UserError("--nodes takes folders of class folders, one for each node: --nodes anna/ berta/")
             within = 1 if word == "--nodes" else 0 if word.startswith("-") else within and within + 1
             words += ["--nodes", word] if within > 2 else [word]
         return list(super().parse_args(ctx, words))
@@ -66,6 +84,11 @@ def plain_errors() -> Iterator[None]:
         complain(f"{error.filename or 'the output'}: {error.strerror or error}")
         if error.filename is None:
             _silence()
+        sys.exit(2)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not any(words in str(error) for words in NO_ROOM):
+            raise
+        complain("there is not enough memory for this; fewer --workers, a smaller batch_size or network need less")
         sys.exit(2)
     except Exception as error:
         if not hasattr(error, "format_message"):  # what click raises at a wrong option, whichever click typer brings
@@ -180,4 +203,4 @@ def show_result(folder: Path) -> None:
     if (folder / "replay.png").exists():
         console.print(f"what the clients replay: {folder / 'replay.png'}", soft_wrap=True)
     root = folder.parent.parent if folder.name == str(result["seed"]) else folder
-    console.print(f"saved in {folder}; compare runs with: fcil table {root}", soft_wrap=True)
+    console.print(f"saved in {folder}; compare runs with: fcil table {quoted(root)}", soft_wrap=True)

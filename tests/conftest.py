@@ -42,6 +42,13 @@ def _own_folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.M
     yield
 
 
+@pytest.fixture(autouse=True)
+def _no_workers_unasked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep runs in this process, where tests watch them: on a busy machine workers would soon seem to pay."""
+    if request.module.__name__ != "tests.test_workers":
+        monkeypatch.setattr("fcil.federation.adaptive.cores", lambda: 1)
+
+
 @pytest.fixture
 def in_double() -> Iterator[None]:
     """Compute in float64, with one thread."""

@@ -1,5 +1,6 @@
 """docs/claims.md and docs/audit.md: their numbers are those of results/, and every claim has command and verdict."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from fcil.plan import plan
 from fcil.report.apart import mended_later
 from fcil.report.comparison import compare
 from fcil.report.drawing import Chart
-from fcil.report.evidence import gather
+from fcil.report.evidence import gather, trial_of
+from fcil.report.paper import PAPER_TABLE_3
 from fcil.results.runs import find
-from tests import audits
+from tests import audits, mended, times
 
 ROOT = Path(fcil.__file__).parent.parent
 TEXT = (ROOT / "docs/claims.md").read_text()
@@ -25,6 +27,15 @@ TOPICS = (
     "Without distillation", "Without global replay", "RFA", "HR-mini", "Less forgetting", "Less compute",
     "Privacy order",
 )  # fmt: skip
+
+
+HR_ON_CIFAR = {  # as RESULTS.md calls a run, and its folder
+    "hr": "hr", "hr-no-kd": "hr-no-kd", "hr-no-global": "hr-no-global", "hr-rfa": "hr-rfa", "hr-mini": "hr-mini",
+    "hr, exemplars=raw: 40 images in the same bytes": "hr,exemplars=raw",
+    "hr-no-latents, its new images still decoded": "hr-no-latents", "hr-literal": "hr-literal",
+    "hr, memory_scope=client": "hr,memory_scope=client",
+    "hr-perfect, memory_scope=client": "hr-perfect,memory_scope=client",
+}  # fmt: skip
 
 
 def row_of(topic: str) -> list[str]:
@@ -118,27 +129,43 @@ def test_whether_confusion_is_mended_later_is_as_the_ledgers_have_it() -> None:
     for method in ("hr", "hr-literal"):
         assert f"{method} {at_its_end[method]} and {later[method]}" in row[2]
     assert f"(finetune) {at_its_end['finetune']} and {later['finetune']}" in row[2]
+    text = (ROOT / "docs/forgetting.md").read_text()
+    for line in mended.rows():
+        assert line in text, line
+    for folder, name in (("hr", "hr"), ("hr-literal,protocol=paper", "hr-literal (protocol `paper`)")):
+        now, then = mended.over_tasks(trial_of(ROOT / "results/cifar100-10x10" / folder / "0"))
+        assert f"{name} {now:.3f} and {then:.3f}" in row[2] and f" {now:.3f} and {then:.3f}" in text
 
 
 def test_the_capacity_row_says_what_the_runs_and_audits_found() -> None:
     said = row_of("Decoder capacity")[2]
 
-    def of(methods: tuple[str, ...], seed: int | None, what: str, digits: int) -> str:
-        chosen = []
-        for method in methods:
-            told = [
-                {"psnr": one["kept"]["psnr"], "auc": max(row["value"] for row in one["membership"])}
-                for one in audits.audits(method)
-            ]
-            values = audits.finals(method) if what == "final" else [one[what] for one in told]
-            chosen.append(audits.over(values, digits) if seed is None else f"{values[seed]:.{digits}f}")
-        return ", ".join(chosen)
+    def of(sizes: dict[str, str], which: int, digits: int) -> str:
+        return ", ".join(audits.over(values[which], digits) for values in times.capacity(sizes).values())
 
-    wide = ("hr-literal,decoder_width=4", "hr-literal", "hr-literal,decoder_width=64")
-    codes = ("hr-literal,code_bits=4", "hr-literal", "hr-literal,code_bits=32")
-    assert f"4, 16, 64 channels end at {of(wide, 0, 'final', 1)}, with exemplars at {of(wide, 0, 'psnr', 1)} dB" in said
-    assert f"the highest AUC of an attack at {of(wide, 0, 'auc', 3)}" in said
-    assert f"three seeds: {of(codes, None, 'final', 1)}, AUC {of(codes, None, 'auc', 3)}" in said
+    wide, codes = times.WIDE, times.CODES
+    assert f"4, 16, 64 channels end at {of(wide, 0, 1)}, with exemplars at {of(wide, 1, 1)} dB" in said
+    assert f"the highest AUC of an attack at {of(wide, 2, 3)}, and a step in {of(wide, 3, 1)} ms" in said
+    assert (
+        f"4 channels end {times.apart('4', '16', 0, 1)} points from 16, 64 at {times.apart('64', '16', 0, 1)}" in said
+    )
+    assert f"AUC is off by {times.apart('64', '16', 2, 3)}" in said
+    assert f"24 bytes in the same memory: {of(codes, 0, 1)}, AUC {of(codes, 2, 3)}" in said
+
+
+def test_the_compute_row_says_what_the_runs_took() -> None:
+    said, ours, epoch = row_of("Less compute")[2], times.to_hr(), times.an_epoch()
+    paper = {method: line.minutes / 682 for method, line in PAPER_TABLE_3["cifar100-10x10"].items()}
+    for method in ("geodl", "ssil", "glfc"):
+        assert f"{method} {ours[method]} ({paper[method]:.2f})" in said
+    assert f"hr-literal {ours['hr-literal']}." in said
+    assert f"HR {epoch['hr']} minutes, GLFC {epoch['glfc']}, GeoDL {epoch['geodl']}, SSIL {epoch['ssil']}" in said
+
+
+def test_the_tables_of_capacity_and_times_are_those_of_the_runs() -> None:
+    text = (ROOT / "RESULTS.md").read_text()
+    for line in [*times.capacity_rows(), *times.time_rows()]:
+        assert line in text, line
 
 
 def _named(trace: Any) -> tuple[list[str], list[str]]:
@@ -155,3 +182,19 @@ def test_every_method_and_setting_in_a_command_is_there() -> None:
         for name in (name for pair in methods for names in pair for name in names.split(",") if name):
             settings = dict(word.split("=", 1) for word in re.findall(r"--set (\S+)", command))
             assert name in METHODS and plan(name, settings={k: v.split(",")[0] for k, v in settings.items()})
+
+
+def test_the_table_on_cifar100_is_that_of_the_runs() -> None:
+    """Accuracy after each task, old and new at the end, forgetting, and bytes kept; of what ran on one seed."""
+    text = (ROOT / "RESULTS.md").read_text().partition("### CIFAR-100\n")[2].partition("What they say:")[0]
+    lines = [[cell.strip(" *`") for cell in line.strip("| ").split(" | ")] for line in text.splitlines()]
+    found = 0
+    for name, folder in HR_ON_CIFAR.items():
+        (cells,) = (cells for cells in lines if cells[0].replace("*", "").replace("`", "") == name)
+        result = json.loads((ROOT / "results/cifar100-10x10" / folder / "0/result.json").read_text())
+        last = result["matrix"][-1]
+        assert cells[1:11] == [f"{value:.1f}" for value in result["overall"]], name
+        assert cells[11] == f"{sum(last[:-1]) / len(last[:-1]):.1f} / {last[-1]:.1f}", name
+        assert cells[12:] == [f"{result['forgetting']:.1f}", f"{result['memory_bytes']:,}"], name
+        found += 1
+    assert found == len(HR_ON_CIFAR) == 10

@@ -64,6 +64,16 @@ def test_what_there_is_gets_listed() -> None:
     assert done("--version").out.startswith("fcil 0.")
 
 
+@pytest.mark.parametrize("command", ["run", "methods", "benchmarks", "table", "report", "predict", "certs", "status"])
+def test_help_says_what_every_argument_is(command: str) -> None:
+    said = done(f"{command} --help").out
+    assert "Positional" not in said and said.count("Arguments:\n") == 1, "they are said once"
+    told = said.partition("Arguments:\n")[2].partition("\nOptions:")[0]
+    assert told
+    for line in told.strip().splitlines():
+        assert len(line.partition("  [required]")[0].partition("  [default")[0].split()) > 1, line
+
+
 def test_the_partition_is_shown_and_drawn(tmp_path: Path) -> None:
     said = done(f"benchmarks digits --show --set tasks=2 --out {tmp_path}/shares.png")
     assert "lda_equal (alpha 1), seed 0" in said.out and "drawn in" in said.out
@@ -94,6 +104,11 @@ def test_where_there_is_no_terminal_progress_is_lines(tmp_path: Path, monkeypatc
     said = done(f"run finetune {LONGER} --set evaluate_every=2 --out {tmp_path}/run")
     assert "task 1 of 2, round 3 of 4, " in said.out and "% so far, about" in said.out and "s left" in said.out
     assert "\x1b" not in said.out and "\r" not in said.out
+
+
+def test_a_task_of_one_class_is_said_as_one(tmp_path: Path) -> None:
+    said = done(f"run finetune {TINY} --set classes_per_task=1 --out {tmp_path}/run")
+    assert "% on the only class so far" in said.out and "% on all 2 classes so far" in said.out
 
 
 def test_a_terminal_shows_a_bar_and_keeps_no_trace_of_it(tmp_path: Path) -> None:
@@ -165,6 +180,11 @@ def test_a_sweep_runs_what_is_missing(runs: Path) -> None:
     assert folders[0] == "digits/finetune,memory=1,rounds=1,steps=1,tasks=2/0" and len(folders) == 8
 
 
+def test_a_sweep_does_a_run_once_however_often_it_is_named(tmp_path: Path) -> None:
+    said = done(f"sweep --methods finetune,finetune --seeds 0,0-0 {TINY} --set lr=0.1,0.1 --out {tmp_path}")
+    assert said.out.startswith("1 run, 0 of them finished before\nrun 1 of 1: ")
+
+
 def test_tables_in_every_format(runs: Path) -> None:
     shown = done(f"table {runs}").out
     assert "digits, quick protocol" in shown and "±" in shown and "finetune is the lower bound" in shown
@@ -229,3 +249,15 @@ def test_a_terminal_without_the_letters_and_one_without_room() -> None:
     ran = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
     assert "finetune" in ran.stdout
     assert (ran.returncode, ran.stderr) == (2, "fcil: the output: No space left on device\n")
+
+
+def test_advice_can_be_typed_where_a_folder_has_spaces(tmp_path: Path) -> None:
+    folder = tmp_path / "my runs" / "n° 1"
+    said = done(f"run finetune {TINY} --out '{folder}'")
+    advised = said.out.splitlines()[-1].partition("compare runs with: fcil ")[2]
+    assert "finetune" in done(advised).out
+    (folder / "result.json").unlink()
+    for line in (f"table '{folder}'", f"audit '{folder}'"):
+        advised = typed(line).err.strip().rpartition("with: fcil ")[2]
+        assert advised == f"run --resume '{folder}'"
+    assert "finetune on digits" in done(advised).out

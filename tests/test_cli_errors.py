@@ -83,6 +83,12 @@ WRONG = [
     ("methods jont", "no method 'jont'", "did you mean 'joint'"),
     ("run --benchmark cifar10", "no benchmark 'cifar10'", "did you mean 'cifar100-10x10'", "a .toml file"),
     ("benchmarks nope", "no benchmark 'nope'", "allowed: digits"),
+    ("benchmarks digits --set code_bytes=9", "no knobs of methods", "no setting 'code_bytes'", "rounds"),
+    ("benchmarks digits --set clientz=3", "did you mean 'clients'"),
+    ("benchmarks digits --set protocol=short", "no setting 'protocol'"),
+    ("benchmarks --set clients=3", "say whose knobs", "fcil benchmarks NAME --set"),
+    ("benchmarks digits --seed 3", "without --show", "leave out --seed"),
+    ("benchmarks digits --show --seed -1", "seed=-1 is not allowed", "at least 0"),
     ("benchmarks --show", "which benchmark", "fcil benchmarks NAME --show"),
     ("run --protocol fast", "no protocol 'fast'", "allowed: brief, quick, short, paper"),
     ("run --protocol shrt", "did you mean 'short'"),
@@ -98,6 +104,9 @@ WRONG = [
     ("run --set partition=foo", "partition=foo is not allowed", "lda_equal, dirichlet_class"),
     ("run --set round=3", "no setting 'round'", "did you mean 'rounds'"),
     ("sweep --methods hr-literal,finetune --set code_bits=4", "finetune: there is no setting 'code_bits'"),
+    ("run icarl --set exemplar_codec=gif:9", "exemplar_codec=gif:9 is not allowed", "such as webp:300"),
+    ("run mfcl --set norm=group", "norm=group keeps none", "set norm=batch"),
+    ("run --tasks 2 --set tasks=4", "--tasks and --set tasks=... say the same", "give one of them"),
     ("run --set dataset=cifar10", "no dataset 'cifar10'", "did you mean 'cifar100'"),
     ("run --set dataset=/" + "a" * 300, "cannot be read", "a folder of class folders"),
     ("run --set class_order=0,0,1", "class_order=0,0,1 is not allowed", "1993, natural"),
@@ -213,6 +222,7 @@ def test_it_is_said_in_one_sentence(
     assert said.code == 2
     assert said.err.count("\n") == 1 and said.err.startswith("fcil: "), said.err
     assert "Traceback" not in said.out + said.err
+    assert said.out == "" or not line.startswith("run "), "what a run will do is said when nothing is wrong with it"
     for fragment in fragments:
         assert fragment.lower() in said.err.lower()
     after = fingerprint(material)
@@ -240,6 +250,12 @@ def test_a_gpu_is_asked_for_where_there_is_none(tmp_path: Path, monkeypatch: pyt
     said = typed(f"run finetune {TINY} --device cuda --out {tmp_path}/run")
     assert (said.code, said.err) == (2, "fcil: there is no usable CUDA device here; choose --device cpu or auto\n")
     assert os.listdir(tmp_path) == []
+
+
+def test_a_machine_that_is_too_small_says_so(tmp_path: Path) -> None:
+    said = typed(f"run finetune {TINY} --set batch_size={10**15} --workers 1 --out {tmp_path}/run")
+    assert said.code == 2 and said.err.count("\n") == 1
+    assert "there is not enough memory for this" in said.err and "a smaller batch_size" in said.err
 
 
 def test_training_that_diverges_says_so(tmp_path: Path) -> None:
@@ -281,3 +297,10 @@ def test_unreadable_images_and_empty_clients_are_counted(tmp_path: Path) -> None
     assert "note: 2 images of mine could not be read and were left out" in said.out
     assert "of 30 clients have no image in some task" in said.out
     assert "of 30 clients have no image in some task" in done(f"run --resume {tmp_path}/run").out
+
+
+def test_fcil_run_alone_means_the_default_method_on_the_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").write_text("in its way")
+    said = typed("run")
+    assert said.code == 2 and "runs/digits/hr/0 is a file or lies below one" in said.err

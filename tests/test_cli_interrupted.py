@@ -43,6 +43,18 @@ def test_a_run_belongs_to_one_process_and_ctrl_c_says_how_to_go_on(tmp_path: Pat
     assert done(f"table {folder} --verify").code == 0
 
 
+def test_a_run_that_is_stopped_before_it_began_is_not_said_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*how: object, **more: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fcil.experiment.Scenario", stopped)
+    said = typed(f"run finetune {TINY} --out {tmp_path}/run")
+    assert (said.code, said.err) == (130, "fcil: stopped before the run had begun; the same command begins it\n")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_killed_sweep_does_the_rest(tmp_path: Path, whole: Path) -> None:
     line = f"sweep --methods joint --seeds 0-2 {SLOW} --out"
     folders = [tmp_path / "runs/digits/joint,rounds=25,steps=3,tasks=2" / str(seed) for seed in range(3)]

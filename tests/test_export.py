@@ -1,6 +1,7 @@
 """A finished run's model elsewhere: safetensors and ONNX, which answer as `fcil predict` does."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,14 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
+from fcil import cli
+from fcil.deploy.plans import deployed
 from fcil.model import export_onnx, read_image
+from fcil.plan import Plan, plan, repeating
 from fcil.records import read_tensors
+from fcil.results.runs import folders
 from fcil.scenario.datasets import load
-from tests.typed import done, typed
+from tests.typed import TINY, class_folders, done, ended, start, typed
 
 
 @pytest.fixture(scope="module", params=["batch", "group"])
@@ -100,8 +105,55 @@ def test_a_model_that_came_out_different_is_not_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_stored_without_its_model_says_so(tmp_path: Path) -> None:
-    done(f"run finetune --set tasks=2 --set rounds=1 --set steps=1 --out {tmp_path}/run")
-    (tmp_path / "run" / "model.safetensors").unlink()
-    said = typed(f"export {tmp_path}/run --safetensors {tmp_path}/x.safetensors")
-    assert said.code == 2 and "is finished, but was stored without its model; repeat it: " in said.err
+@pytest.mark.parametrize("whose", ["a benchmark", "own images"])
+def test_a_run_stored_without_its_model_says_how_to_repeat_it(tmp_path: Path, whose: str) -> None:
+    data = class_folders(tmp_path / "photos")
+    if whose == "own images":
+        done(f"run finetune --data {data} {TINY} --set network=small --out {tmp_path}/theirs/finetune")
+    else:  # the command is a whole sweep into a folder that another reader cannot have
+        done(f"sweep --methods finetune,lwf --seeds 0 {TINY} --out {tmp_path}/theirs")
+    [model, *_] = sorted((tmp_path / "theirs").rglob("finetune*/**/model.safetensors"))
+    shutil.copytree(model.parent, tmp_path / "stored")
+    (tmp_path / "stored" / "model.safetensors").unlink()
+    said = typed(f"predict {tmp_path}/stored {data}/class0/0.png")
+    what, _, how = said.err.partition("repeat it with: ")
+    assert said.code == 2 and what.endswith("is finished, but was stored without its model; ")
+    before, _, line = how.strip().partition("fcil ")
+    repeated = ended(start(line, tmp_path, before))
+    assert (repeated.code, repeated.err) == (0, "")
+    (weights, facts), (first, first_facts) = read_tensors(tmp_path / "again" / model.name), read_tensors(model)
+    assert facts == first_facts and weights.keys() == first.keys()
+    assert all(torch.equal(weights[name], first[name]) for name in first)
+
+
+def test_advice_about_a_committed_run_is_a_command_that_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    caught: list[Plan] = []
+    monkeypatch.setattr(cli, "_execute", lambda wanted, *how: caught.append(wanted))
+    monkeypatch.setattr(cli, "show_result", lambda folder: None)
+    committed = folders(Path(__file__).parent.parent / "results")
+    assert len(committed) > 100
+    for folder in committed:
+        done(repeating(Plan.read(folder), folder).removeprefix("fcil "))
+        assert caught.pop().same_as(Plan.read(folder)), folder
+
+
+@pytest.mark.parametrize(
+    ("terms", "command"),
+    [('{"nodes": []}', "serve"), ('{"nodes": ["anna"]}', "run"), ('{"nodes": [', "run")],
+    ids=["deployed", "simulated", "torn"],
+)
+def test_a_deployment_is_repeated_by_whoever_served_it(tmp_path: Path, terms: str, command: str) -> None:
+    wanted = deployed("finetune", None, 0, {}, 10, "")
+    (tmp_path / "config.toml").write_text(wanted.to_toml())
+    (tmp_path / "deploy.json").write_text(terms)
+    assert repeating(wanted, tmp_path).endswith(f"deploy.json again && fcil {command} --resume again")
+
+
+def test_a_private_run_is_repeated_from_its_file_where_its_extra_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = plan("icarl", "digits", settings={"dp": "local", "dp_clip": "8"})
+    (tmp_path / "config.toml").write_text(wanted.to_toml())
+    assert repeating(wanted, tmp_path).startswith("fcil run icarl --benchmark digits")
+    monkeypatch.setattr("fcil.federation.privacy.find_spec", lambda name: None)
+    assert repeating(wanted, tmp_path) == f"mkdir again && cp {tmp_path}/config.toml again && fcil run --resume again"

@@ -168,10 +168,12 @@ def test_an_audit_adds_its_panel(tmp_path: Path) -> None:
         told = {"membership": [{**row, "value": 0.5}, {**row, "value": 0.6 + i / 10}], "kept": {"psnr": 9.0}}
         (tmp_path / f"digits/hr-literal,decoder_width={width}/0/audit.json").write_text(json.dumps(told))
     (tmp_path / "digits/hr/0/audit.json").write_text("[torn")
-    chart = made(charts.capacity(evidence(tmp_path)))
-    found = {row["decoder_channels"]: row for row in rows(chart) if row["method"] == "hr-literal"}
-    assert [found[width]["auc"] for width in (4.0, 16.0, 64.0)] == [0.6, None, 0.7]
-    assert found[4.0]["psnr"] == 9.0, "an audit looks at more exemplars than the gallery"
+    (found,), (torn,) = gather([tmp_path])
+    assert str(tmp_path / "digits/hr/0/audit.json") in torn
+    chart = made(charts.capacity(found))
+    shown = {row["decoder_channels"]: row for row in rows(chart) if row["method"] == "hr-literal"}
+    assert [shown[width]["auc"] for width in (4.0, 16.0, 64.0)] == [0.6, None, 0.7]
+    assert shown[4.0]["psnr"] == 9.0, "an audit looks at more exemplars than the gallery"
     assert chart.figure.layout.yaxis5.title.text == "membership AUC"
 
 
@@ -196,6 +198,15 @@ def test_sizes_are_compared_over_the_seeds_that_all_of_them_have(tmp_path: Path)
     ]
     chart = made(charts.capacity(evidence(tmp_path)))
     assert list(chart.figure.data[0].y) == [finals[0][0], finals[1][0]] and finals[0] != finals[2]
+
+
+def test_both_sizes_are_drawn_on_one_scale_that_holds_all_values(tmp_path: Path) -> None:
+    write_sizes(tmp_path)
+    chart = made(charts.capacity(evidence(tmp_path)))
+    values = [y for trace in chart.figure.data if "accuracy" in trace.hovertemplate for y in trace.y]
+    low, high = chart.figure.layout.yaxis.range
+    assert low < min(values) and max(values) < high and chart.figure.layout.yaxis2.range == (low, high)
+    assert chart.figure.layout.yaxis5.title.text == "step (ms)" and chart.figure.layout.yaxis5.range[0] == 0
 
 
 def test_one_size_is_no_figure_of_capacity(tmp_path: Path) -> None:

@@ -471,10 +471,40 @@ def assert_new_images_stay(of: Run) -> None:
         assert torch.equal(asked.pool.labels[:own], asked.data.labels)
 
 
-def test_without_exemplars_new_images_pass_the_codec_as_made_up_ones_do() -> None:
-    for asked in run("hr-no-latents").of("train"):
+def test_where_all_that_is_replayed_is_made_up_so_are_new_images() -> None:
+    without, model = run("hr-no-latents"), run("hr-no-latents").models[-1]
+    for asked in without.of("train"):
         own = len(asked.data.labels)
-        assert own > 0 and torch.equal(asked.pool.images[:own], through(run(), asked.data.images))
+        shown, decoded = asked.pool.images[:own], through(run(), asked.data.images)
+        assert own > 0 and torch.equal(asked.pool.labels[:own], asked.data.labels) and not asked.made[:own].any()
+        if asked.task == 0:
+            assert torch.equal(shown, decoded)
+        else:
+            assert not among(shown, decoded).any() and not among(shown, asked.data.images).any()
+    numbers = {j: [] for j in model.means}
+    for asked in without.later():
+        for j in asked.data.classes():
+            rows = asked.pool.images[: len(asked.data.labels)][asked.data.labels == j]
+            numbers[j].append(without.codec.numbers(model.codec, rows))
+    for j in (2, 3, 4, 5):
+        mean = torch.cat(numbers[j]).mean(0)
+        off = [(mean - other[:-1]).norm().item() for other in model.means.values()]  # the last is of contrast
+        assert off.index(min(off)) == j, "they are made up of their own class"
+
+
+def test_a_memory_of_nothing_is_no_memory() -> None:
+    none = run(memory=0.0)
+    assert all(memory.codes == {} for memories in none.memories for memory in memories.values())
+    assert equal(none.models[-1].weights, run("hr-no-latents").models[-1].weights)
+
+
+@pytest.mark.parametrize("settings", [{"one_domain": False}, {"global_replay": False}, {"codec": "webp"}], ids=str)
+def test_new_images_are_not_made_up_where_they_need_not_or_cannot_be(settings: dict[str, Any]) -> None:
+    own = run("hr-no-latents", **settings)
+    for asked in own.later():
+        count = len(asked.data.labels)
+        real = asked.data.images if settings == {"one_domain": False} else through(own, asked.data.images)
+        assert torch.equal(asked.pool.images[:count], real)
 
 
 def test_raw_images_are_kept_as_far_as_they_fit() -> None:
@@ -514,11 +544,12 @@ def test_classes_with_codes_are_decoded_and_all_others_made_up_as_often_as_is_us
 
 
 def test_the_moments_are_those_of_all_images_of_a_class() -> None:
-    for task, model in enumerate(run().models):
-        images = {j: torch.cat([a.data.of(j) for a in run().of("propose")]) for j in range(6)}
+    alone = run(tied=0)
+    for task, model in enumerate(alone.models):
+        images = {j: torch.cat([a.data.of(j) for a in alone.of("propose")]) for j in range(6)}
         assert model.means.keys() == model.deviations.keys() == set(range(2 * task + 2))
         for j in model.means:
-            numbers = run().codec.numbers(model.codec, images[j]).double()
+            numbers = alone.codec.numbers(model.codec, images[j]).double()
             assert len(numbers) == 40 and model.means[j].shape == (len(model.codec["bits"]),)
             assert torch.allclose(model.means[j].double(), numbers.mean(0), atol=1e-5)
             assert torch.allclose(model.deviations[j].double(), numbers.std(0, correction=0), atol=1e-4)
@@ -544,17 +575,19 @@ def test_what_leads_is_known_as_it_varies_together_in_all_images_of_a_class() ->
 
 
 def test_what_leads_adds_few_numbers_to_a_proposal_and_to_the_broadcast() -> None:
-    tied, numbers = run("hr-no-latents", tied=6), len(run().models[0].codec["bits"])
+    tied, alone = (run("hr-no-latents", tied=many) for many in (6, 0))
+    numbers = len(alone.models[0].codec["bits"])
     for asked in tied.of("propose"):
         assert {len(own) for own in asked.reply.firsts.values()} <= {numbers + 1}
         assert {len(own) for own in asked.reply.seconds.values()} <= {numbers + 1 + 6 * 5 // 2}
-    more = size_in_bytes(tied.models[-1]) - size_in_bytes(run("hr-no-latents").models[-1])
+    more = size_in_bytes(tied.models[-1]) - size_in_bytes(alone.models[-1])
     assert more == 6 * 4 * (2 + 6 * 7 // 2), "of each class a mean and a deviation of contrast, and a root"
-    assert all(model.roots == {} for model in run().models)
+    assert all(model.roots == {} for model in alone.models)
 
 
 def test_made_up_images_are_others_where_numbers_are_tied_and_just_as_many() -> None:
-    tied, alone = (run("hr-no-latents", **how).later() for how in ({"tied": 6}, {}))
+    how: dict[str, Any] = {"one_domain": False}
+    tied, alone = (run("hr-no-latents", tied=many, **how).later() for many in (6, 0))
     for one, other in zip(tied, alone, strict=True):
         assert torch.equal(one.pool.labels, other.pool.labels) and torch.equal(one.made, other.made)
         assert torch.equal(one.pool.images[~one.made], other.pool.images[~one.made])
@@ -574,7 +607,7 @@ def test_proposals_are_sums_over_new_classes() -> None:
 @cache
 def drawn(j: int, number: int = 4000) -> tuple[Tensor, Tensor]:
     """What is drawn for made-up images of a class, and what these images come to as numbers."""
-    own, model, seen = client(), run().models[-1], []
+    own, model, seen = client(tied=0), run(tied=0).models[-1], []
     pictures = own.codec.pictures
     own.codec.pictures = lambda fitted, numbers: seen.append(numbers) or pictures(fitted, numbers)  # type: ignore
     made = own.made_up([j], number, model, torch.Generator().manual_seed(3))
@@ -584,7 +617,7 @@ def drawn(j: int, number: int = 4000) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("j", range(6))
 def test_made_up_images_have_the_moments_of_their_class(j: int) -> None:
-    model, (numbers, again) = run().models[-1], drawn(j)
+    model, (numbers, again) = run(tied=0).models[-1], drawn(j)
     spread = model.deviations[j]
     assert ((numbers.mean(0) - model.means[j]).abs() <= 5 * spread / 4000**0.5 + 1e-6).all()
     assert torch.allclose(numbers.std(0), spread, rtol=0.08, atol=1e-6)
@@ -620,7 +653,7 @@ def mixed() -> Asked:
     return next(a for a in found if len(a.pool.labels.bincount().unique()) > 2)
 
 
-def mixed_batch(only_old: bool | None = None) -> Batch:
+def mixed_batch(only_old: bool | None = None, made_weight: float = 1.0) -> Batch:
     """Some images of each kind; or those of old classes only, or of new ones."""
     pool, old = mixed().pool, torch.isin(mixed().pool.labels, torch.tensor(mixed().data.task.old))
     kinds = [~old, old & ~pool.extra["made"], pool.extra["made"]]
@@ -628,7 +661,8 @@ def mixed_batch(only_old: bool | None = None) -> Batch:
     index = index if only_old is None else index[old[index] == only_old]
     assert len(index) >= 6
     made = pool.extra["made"][index]
-    return Batch(pool.images[index].float() / 255, pool.labels[index], torch.Generator(), {"made": made})
+    extra = {"made": made, "weight": torch.where(made, made_weight, 1.0)}
+    return Batch(pool.images[index].float() / 255, pool.labels[index], torch.Generator(), extra)
 
 
 def together() -> dict[str, nn.Module]:
@@ -668,8 +702,8 @@ def drawn_to_centroids(z: Tensor, batch: Batch, how: str, pull: float, temperatu
 @pytest.mark.parametrize("balance", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("how", ["pull", "softmax"])
 def test_the_loss_by_hand(how: str, balance: float) -> None:
-    batch, nets = mixed_batch(), apart()
-    knobs = {"pull": 0.3, "temperature": 1.7, "distill": 0.6, "made_weight": 0.25}
+    batch, nets = mixed_batch(made_weight=0.25), apart()
+    knobs = {"pull": 0.3, "temperature": 1.7, "distill": 0.6}
     counts = torch.bincount(mixed().pool.labels, minlength=6).double()
     raw = torch.where(counts > 0, counts**-balance, 0.0)
     weight = raw * counts.sum() / (raw * counts).sum()
@@ -740,12 +774,23 @@ def test_the_loss_is_told_what_is_old_and_what_is_held() -> None:
         assert torch.equal(told.centroids, asked.message.centroids)
 
 
-def test_weightless_made_up_images_change_nothing() -> None:
-    batch, nets = mixed_batch(), apart()
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_weightless_made_up_images_change_nothing(weight: float) -> None:
+    batch, nets = mixed_batch(made_weight=weight), apart()
     dark = torch.where(batch.extra["made"][:, None, None, None], 0.0, batch.images)
     changed = replace(batch, images=dark)
-    assert torch.equal(loss(nets, batch, made_weight=0.0), loss(nets, changed, made_weight=0.0))
-    assert not torch.equal(loss(nets, batch), loss(nets, changed))
+    assert torch.equal(loss(nets, batch), loss(nets, changed)) == (weight == 0.0)
+
+
+def test_made_up_images_weigh_what_is_set_or_as_much_as_there_is_to_make_up() -> None:
+    shares = set()
+    for weight in (0.3, 0.0):
+        for asked in run(made_weight=weight).later():
+            share = len(set(asked.pool.labels[asked.made].tolist())) / len(asked.data.task.old)
+            expected = torch.where(asked.made, weight or share, 1.0)
+            assert torch.equal(asked.pool.extra["weight"], expected)
+            shares.add(share)
+    assert len(shares) > 1 and all(0.0 < share < 1.0 for share in shares)
 
 
 @pytest.mark.parametrize("settings", [{"loss": "softmax"}, {"balance": 1.0}, {"made_weight": 0.1}], ids=str)

@@ -3,70 +3,22 @@
 import csv
 import io
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-import fcil
 from fcil.methods import METHODS, method
 from fcil.report import hybrids as table_1
 from fcil.report.hybrids import (
     COLUMNS,
     HYBRIDS,
-    Lines,
-    code_lines,
     hybrids,
     hybrids_as_csv,
     hybrids_as_latex,
     hybrids_as_markdown,
     hybrids_as_rich,
-    imported,
-    lines_of,
 )
 from fcil.report.paper import PAPER_TABLE_1
-
-SOURCE = '''"""A docstring
-of two lines."""
-
-# a comment
-import fcil.blocks.losses  # counted: there is code before it
-from fcil.blocks import codec, rates
-from fcil.blocks.rates import (
-    coding_rate,
-)
-from fcil.networks import build
-from fcil.records import record
-
-
-class A:
-    """A docstring."""
-
-    x = """a value
-    of two lines"""
-
-    def f(self):
-        """A docstring."""
-        return 1; "no docstring"
-'''
-
-
-def test_lines_are_code() -> None:
-    assert code_lines(SOURCE) == 7 + 1 + 2 + 2
-    assert code_lines("") == code_lines('"""Only words."""\n# and more\n\n') == 0
-    assert code_lines("x = 1\n\n\ny = 2  # two\n") == 2
-
-
-def test_imports_of_blocks_and_networks_are_found_once() -> None:
-    assert imported(SOURCE) == ["fcil.blocks.losses", "fcil.blocks.codec", "fcil.blocks.rates", "fcil.networks"]
-
-
-def test_a_methods_lines_are_those_of_its_files() -> None:
-    root = Path(fcil.__file__).parent
-    own = code_lines((root / "methods/lwf.py").read_text())
-    blocks = sum(code_lines((root / f"blocks/{name}.py").read_text()) for name in ("losses", "training"))
-    assert lines_of("fcil.methods.lwf") == Lines(own, blocks)
-    assert 40 < own < len((root / "methods/lwf.py").read_text().splitlines())
 
 
 def test_there_is_a_row_for_every_hybrid_method_that_is_registered() -> None:
@@ -76,8 +28,8 @@ def test_there_is_a_row_for_every_hybrid_method_that_is_registered() -> None:
     assert {"hr", "hr-literal", "ictrl"} <= registered
     for row in rows:
         assert all(row.cells) and len(row.cells) == len(COLUMNS) and len(row.paper) == len(COLUMNS) - 1
-        assert row.lines.own > 60 and row.lines.imported > 60
-        assert str(row.lines.own) in row.cells[-1] and str(row.lines.imported) in row.cells[-1]
+        assert row.lines.own > 60 and row.lines.used > 60
+        assert str(row.lines.own) in row.cells[-1] and str(row.lines.used) in row.cells[-1]
 
 
 def test_cells_follow_the_knobs(monkeypatch: pytest.MonkeyPatch) -> None:

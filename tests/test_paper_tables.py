@@ -73,8 +73,17 @@ def test_table_3_takes_the_decoder_from_hybrid_replay() -> None:
 def test_a_wrong_table_or_benchmark_is_one_sentence() -> None:
     with pytest.raises(UserError, match="there is no table 'table4'.*table2, table3, memory"):
         runs_of("table4")
-    with pytest.raises(UserError, match="--paper table3 is not about digits; it takes cifar100-10x10, imagenet"):
-        runs_of("table3", ["digits"])
+    with pytest.raises(UserError, match="--paper table2 is not about digits; it takes cifar100-10x10, cifar100-20x5"):
+        runs_of("table2", ["digits"])
+    with pytest.raises(UserError, match="not about cifar100-20x5; it takes cifar100-10x10, imagenet[^,]*, digits"):
+        runs_of("table3", ["cifar100-20x5"])
+
+
+def test_digits_stand_in_for_table_3_only_where_they_are_asked_for() -> None:
+    assert "digits" not in {run.benchmark for run in runs_of("table3")}
+    by_method = {run.method: run.settings for run in runs_of("table3", ["digits"])}
+    assert by_method["hr"] == {"memory_share": "0.75", "rounds": "17"} and by_method["glfc"] == {}  # 50 of 60, of 20
+    assert set(by_method) == {run.method for run in runs_of("table3", ["cifar100-10x10"])}
 
 
 @pytest.fixture
@@ -120,6 +129,31 @@ def test_table_3_has_the_runs_of_its_budget(runs: Path) -> None:
     assert found["hr", "final"] == (f"{budgeted:.1f} (1 seed)", "65.43 ± 0.93")
     assert found["hr", "length"] == ("50 rounds", "50 epochs") and found["glfc", "exemplars"][1] == "20 raw"
     assert all(c.final < claim(b, m).final + 0.5 for b, cells in PAPER_TABLE_3.items() for m, c in cells.items())  # type: ignore[union-attr]
+
+
+def test_times_of_table_3_are_compared_where_one_code_made_them(runs: Path) -> None:
+    digits = runs / "alike"
+    budget = {"memory_share": "0.75", "rounds": "17"}
+    for method, settings in (("hr", budget), ("glfc", {}), ("ssil", {})):
+        made_up_run(digits / method, method, 0, tasks=3, settings=settings, benchmark="digits")
+        result = json.loads((digits / method / "result.json").read_text())
+        result |= {"commit": "b" if method == "ssil" else "a", "device": "cpu", "engine": "eager"}
+        (digits / method / "result.json").write_text(json.dumps(result))
+    (table,) = paper_tables(compare(find([digits])), "table3")
+    assert table.title.endswith("digits, quick protocol; the paper's times are those of cifar100-10x10")
+    found = fields(digits, "table3")
+    hr, glfc = (json.loads((digits / name / "result.json").read_text())["seconds"]["total"] for name in ("hr", "glfc"))
+    assert found["hr", "to HR"] == ("1.00", "1.00") and found["hr", "minutes"] == (f"{hr / 60:.2f}", "682")
+    assert found["glfc", "to HR"] == (f"{glfc / hr:.2f}", "1.16") and found["glfc", "length"][1] == "60 epochs"
+    assert found["ssil", "to HR"] == ("", "1.06"), "another code made it"
+    assert found["hr", "final"][1] == found["hr", "kept"][1] == "" and ("hr", "decoder") not in found, (
+        "the paper says nothing of digits but by its times"
+    )
+
+
+def test_digits_without_the_budget_of_table_3_are_none_of_it(runs: Path) -> None:
+    titles = [table.title for table in paper_tables(compare(find([runs])), "table3")]
+    assert len(titles) == 1 and "cifar100-10x10" in titles[0]
 
 
 def test_what_table_3_keeps_is_computed_in_numbers_and_bytes(runs: Path) -> None:

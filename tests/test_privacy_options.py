@@ -1,6 +1,7 @@
 """Differential privacy of class statistics: how much noise, from whom it protects, and what a run says it cost."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from fcil.experiment import assemble, execute
 from fcil.federation import privacy
 from fcil.federation.calls import Call
 from fcil.federation.replies import Replies
+from fcil.method import answers, reply_type
+from fcil.methods import method
 from fcil.methods.hr import Client
 from fcil.methods.podnet import Proposal as Centres
 from fcil.plan import plan
@@ -22,7 +25,7 @@ from fcil.results.ledger import verify
 from fcil.results.runs import read_result
 from fcil.scenario.benchmarks import Protocol
 from fcil.terminal import show_result
-from tests.conftest import tiny_plan
+from tests.conftest import FILES, tiny_plan
 
 pytest.importorskip("opacus")
 WIDE = 20_000  # numbers of a statistic: enough to measure the noise in one draw
@@ -308,6 +311,34 @@ def test_a_wrong_clip_is_said_before_the_run_begins(clip: str) -> None:
 def test_a_field_without_a_clip_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="dp_clip=sums:1 says nothing of firsts; add firsts:NUMBER"):
         done("hr", tmp_path / "run", dp="central", dp_clip="sums:1")
+
+
+def test_a_field_without_a_clip_is_named_before_the_run_begins() -> None:
+    with pytest.raises(UserError, match="dp_clip=sums:1,counts:1 says nothing of centres; add centres:NUMBER"):
+        plan("podnet", settings={"dp": "local", "dp_clip": "sums:1,counts:1"})  # it would be told in task 2
+
+
+SPEAKING = [name for name in FILES if any(privacy.covered(reply_type(a)) for a in answers(method(name).client))]
+
+
+@pytest.mark.parametrize("name", [*SPEAKING, "hr-literal with centroids of clients"])
+def test_what_central_privacy_cannot_protect_is_refused_before_the_run_begins(name: str, tmp_path: Path) -> None:
+    name, *of_clients = name.split(" with ")
+    settings = {"rounds": 1, "steps": 1, "stop_after": 2, **({"centroids": "per_client"} if of_clients else {})}
+
+    def refusal(step: Callable[[], Any]) -> str:
+        try:
+            step()
+        except UserError as error:
+            return str(error)
+        return ""
+
+    private = {"dp": "central", "dp_clip": "30"}
+    planned = refusal(lambda: tiny_plan(name, **settings, **private))
+    unasked = tiny_plan(name, **settings)
+    unasked = replace(unasked, protocol=replace(unasked.protocol, **private))
+    assert planned == refusal(lambda: [*execute(unasked, tmp_path / "run", "cpu", workers=1)])
+    assert ("set dp=local" in planned) == (name in ("podnet", "fedftg") or bool(of_clients))
 
 
 def test_a_clip_for_one_field_leaves_the_others_theirs() -> None:

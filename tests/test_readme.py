@@ -1,5 +1,6 @@
 """What the README shows is run: the complete method, the Python example, the files it points to."""
 
+import json
 import re
 import runpy
 import sys
@@ -76,3 +77,15 @@ def test_every_command_in_the_readme_exists() -> None:
     known = set(get_command(app).commands)  # type: ignore[attr-defined]
     typed = set(re.findall(r"(?:^|`)fcil ([a-z]+)", README, re.MULTILINE))
     assert typed and typed <= known
+
+
+def test_what_the_demo_is_said_to_show_is_the_run_in_results() -> None:
+    result = json.loads((ROOT / "results/digits/hr/0/result.json").read_text())
+    for name in ("final", "average"):
+        assert float(re.findall(rf"^{name} +(\S+)$", README, re.MULTILINE)[0]) == round(result[name], 1)
+
+
+def test_no_document_was_left_in_the_middle_of_a_merge() -> None:
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "Makefile", ROOT / "pyproject.toml"]
+    marked = [path.name for path in documents if re.search(r"^(<{7}|={7}|>{7})( |$)", path.read_text(), re.MULTILINE)]
+    assert len(documents) > 8 and marked == []

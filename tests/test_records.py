@@ -1,6 +1,7 @@
 """Records: what is sent, stored and weighed comes back as it was."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -167,8 +168,20 @@ def test_a_write_that_is_interrupted_never_shows_half_a_file(tmp_path: Path, mon
     assert not (tmp_path / "state").exists()
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o007])
+def test_those_may_read_a_file_whom_the_umask_lets(umask: int, tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors.partial").touch(mode=0o600)  # left by a process that was killed
+    before = os.umask(umask)
+    try:
+        write_tensors(tmp_path / "a.safetensors", {"a": torch.ones(3)})
+        (tmp_path / "beside").touch()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a.safetensors").stat().st_mode == (tmp_path / "beside").stat().st_mode
+
+
 def test_a_folder_that_is_not_there_is_an_error_of_the_system(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="cannot write"):
+    with pytest.raises(OSError, match="No such file or directory"):
         write_tensors(tmp_path / "nowhere" / "state", {"w": torch.zeros(3)})
 
 

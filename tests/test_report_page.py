@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from threading import Thread
@@ -29,9 +30,10 @@ from fcil.files import sha256
 from fcil.methods import METHODS
 from fcil.records import write_tensors
 from fcil.report import charts
+from fcil.report.apart import change_later
 from fcil.report.centroid_map import flattened
 from fcil.report.drawing import Chart
-from fcil.report.evidence import Evidence, gather
+from fcil.report.evidence import Evidence, Group, gather
 from fcil.report.figures import all_charts
 from fcil.report.page import page_of, pictures_of, write_page
 from fcil.report.views import FEW, kind_of, selections
@@ -181,6 +183,28 @@ def test_forgetting_taken_apart_is_that_of_the_ledger(evidence: Evidence) -> Non
     assert [trace.x[3] for trace in ends.data] == [last["parts"]["local"], last["parts"]["global"]]
     mended = [r for r in table(made(charts.mended_later, evidence)) if r["settings"] == "memory=4"]
     assert [r["task"] for r in mended] == ["1", "2"] and float(mended[1]["one_task_later"]) == last["across_before"]
+
+
+def test_confusion_is_mended_or_grown_where_seeds_agree(evidence: Evidence) -> None:
+    falls = {"finetune": (0.3, 0.31, 0.29), "joint": (-0.3, -0.31, -0.29), "icarl": (0.3, -0.3, 0.1), "hr": (0.0, 0.0)}
+
+    def told(group: Group) -> Group:
+        """Return the method with these falls from a task's end to the next one's, seed by seed."""
+        trials = []
+        for trial, fall in zip(group.trials, falls[group.row.method], strict=False):
+            apart = [replace(one, across=0.4, across_before=0.4 - fall) for one in trial.apart if one]
+            trials.append(replace(trial, apart=apart))
+        return replace(group, trials=tuple(trials))
+
+    groups = tuple(told(group) for group in evidence.groups)
+    changes = {group.label: change_later(group) for group in groups}
+    assert changes["finetune"] == pytest.approx((-0.3, -0.32484, -0.27516), abs=1e-5), "4.3027 times 0.01 / sqrt(3)"
+    assert {name: change.verdict for name, change in changes.items() if change} == {
+        "finetune": "mended", "joint": "grown", "icarl": "neither", "hr": "neither",
+    }  # fmt: skip
+    assert changes["hr (memory=4)"] is None, "one seed says nothing"
+    says = made(charts.mended_later, replace(evidence, groups=groups)).says
+    assert "it is mended in: finetune. It has grown in: joint." in says
 
 
 def test_centroids_are_measured_in_rest_distances(evidence: Evidence, tmp_path: Path) -> None:
@@ -400,6 +424,18 @@ def test_a_torn_picture_is_left_out(tmp_path: Path) -> None:
     (folder / "replay.png").write_bytes(content[: len(content) // 2])
     write_page([folder], tmp_path / "page.html")
     assert "is not a readable picture" in (tmp_path / "page.html").read_text()
+
+
+def test_a_page_of_one_run_does_not_speak_of_a_view_of_all_methods(tmp_path: Path, evidence: Evidence) -> None:
+    (one,), _ = gather([write_run(tmp_path / "alone", "hr")])
+    assert "All methods:" in page_of([evidence], []) and "All methods:" not in page_of([one], [])
+
+
+def test_little_forgetting_looks_little(evidence: Evidence) -> None:
+    drawn = charts.forgetting(evidence)
+    assert isinstance(drawn, charts.Chart)
+    lines = drawn.views[0].figure.layout.yaxis
+    assert lines.autorangeoptions.include == (0, 5), "five points, or as many as there are"
 
 
 def test_a_name_cannot_become_a_part_of_the_page(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fcil.report.outcome import accuracy_table
 from fcil.report.paper import PAPER_FINAL, PAPER_SEM, claim
 from fcil.report.tables import as_csv, as_latex, as_markdown, as_rich
 from fcil.results.metrics import summary
-from fcil.results.runs import Run
+from fcil.results.runs import Run, find
 from fcil.scenario.benchmarks import BENCHMARKS
 
 
@@ -249,3 +249,16 @@ def test_a_page_keeps_them_apart_too(tmp_path: Path) -> None:
         "finetune (alpha=0.1)": [1], "finetune (alpha=1.0)": [0],
     }  # fmt: skip
     assert left_out == []
+
+
+def test_a_page_keeps_them_apart_where_they_have_one_seed(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        shutil.copytree(Path(__file__).parent.parent / "results" / "digits" / "finetune" / "0", tmp_path / folder)
+    config = tmp_path / "b" / "config.toml"
+    config.write_text(config.read_text().replace("alpha = 1.0", "alpha = 0.1"))
+    [evidence], left_out = gather([tmp_path])
+    assert {group.label: [trial.run.folder.name for trial in group.trials] for group in evidence.groups} == {
+        "finetune (alpha=0.1)": ["b"], "finetune (alpha=1.0)": ["a"],
+    }  # fmt: skip
+    [section] = compare(find([tmp_path])).sections
+    assert left_out == [] and [row.label for row in section.rows] == [group.label for group in evidence.groups]

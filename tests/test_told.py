@@ -64,9 +64,12 @@ def test_the_chart_has_every_audit_and_no_other_run(evidence: Evidence) -> None:
     assert "raw images above WebP files by 0.100" in drawn.says
 
 
-def test_without_audits_there_is_no_chart_and_a_torn_one_is_none(tmp_path: Path) -> None:
+def test_without_audits_there_is_no_chart_and_a_torn_one_is_named(tmp_path: Path) -> None:
     folder = audited(tmp_path, "hr", 0, {"identical": 0.0}, 0.9)
     for content in (b"{", b"[]", b'{"membership": 3}', b'{"membership": [{"value": "high"}, 4]}', b"\xff"):
         (folder / "audit.json").write_bytes(content)
-        (found,), _ = gather([tmp_path])
+        (found,), (sentence,) = gather([tmp_path])
         assert "no run here was audited" in str(what_audits_tell(found))
+        assert str(folder / "audit.json") in sentence and f"`fcil audit {folder}` makes it again" in sentence
+    (folder / "audit.json").unlink()
+    assert gather([tmp_path])[1] == []

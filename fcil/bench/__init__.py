@@ -16,7 +16,7 @@ from fcil.errors import UserError
 from fcil.federation.engine import cores
 
 PARTS = ("engine", "flower", "pfl", "growth", "page")
-METHODS = ("finetune", "hr-literal")
+METHODS = ("finetune", "hr", "hr-literal")
 TURNS = 3  # times that each runtime has its turn
 
 Found = dict[str, Any]  # what one part of the bench found: "part", and the rest by name

@@ -51,8 +51,11 @@ class Loaded:
         )
 
 
-def measure(methods: int = 20, seeds: int = 10, turns: int = 3) -> Loaded:
-    """Write and open the pages of made-up runs: ten tasks, 600 rounds and 50 clients each, one gallery a method."""
+def measure(methods: int = 20, seeds: int = 10, turns: int = 5) -> Loaded:
+    """Write and open the pages of made-up runs: ten tasks, 600 rounds and 50 clients each, one gallery a method.
+
+    Both pages have their turns one after the other, when the browser has been opened once.
+    """
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         raise UserError("the page cannot be opened: there is no chromium here")
@@ -66,6 +69,7 @@ def measure(methods: int = 20, seeds: int = 10, turns: int = 3) -> Loaded:
         write_page([runs], page)
         written = perf_counter() - start
         write_page([runs / next(iter(METHODS)) / "0"], single)
+        _opened(browser, single)
         found = [(_opened(browser, page), _opened(browser, single)) for _ in range(turns)]
         return Loaded(methods * seeds, page.stat().st_size, written, *map(list, zip(*found, strict=True)))
 

@@ -92,7 +92,7 @@ def drawn(
     generator: torch.Generator,
 ) -> ByClass:  # fmt: skip
     """Draw so many rows of numbers for each class."""
-    normals = {j: normal((number, len(means[j])), generator) for j in classes}
+    normals = {j: normal((number, len(means[j])), generator).to(means[j]) for j in classes}
     return {
         j: _together(z, means[j], deviations[j], roots[j], leading) if j in roots else means[j] + deviations[j] * z
         for j, z in normals.items()

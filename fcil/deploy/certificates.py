@@ -7,6 +7,7 @@ DIR/nodes/NAME/NAME.key, NAME.pub, ca.crt    for `fcil join --key`: this folder 
 
 import ipaddress
 import os
+import re
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.x509 import Certificate
 
+LABEL = r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)"
+HOST = re.compile(rf"({LABEL}\.)*(?![0-9]+$){LABEL}")  # what ends in a number would be an address
 CA_DAYS = 3650  # that the CA lives, and the most that a server certificate may
 
 
@@ -32,9 +35,9 @@ def make(
     for name in nodes:
         if not name or not all(c.isalnum() or c in "-_" for c in name):
             raise UserError(f"{name!r} is no name for a node; it takes letters, digits, - and _")
+    names = [_san(host) for host in hosts or ("localhost", "127.0.0.1")]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        names = [_san(host) for host in hosts or ("localhost", "127.0.0.1")]
         written, new = [], not (folder / "ca.crt").exists()
         if old := not new and _expired(folder / "ca.crt"):
             if not hosts:
@@ -189,10 +192,9 @@ def _san(host: str) -> Any:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         pass
-    try:
-        return x509.DNSName(host)
-    except ValueError:
-        raise UserError(f"--host {host} is not allowed; it takes a host name or an IP address") from None
+    if len(host) > 253 or not HOST.fullmatch(host):
+        raise UserError(f"--host {host} is not allowed; it takes a host name or an IP address, without a port")
+    return x509.DNSName(host)
 
 
 def _usage(wanted: set[str]) -> Any:

@@ -99,7 +99,7 @@ class Arrivals:
         earlier = [_manifest(self.place / f"{t}.json") for t in self._tasks() if t < task]
         used = {digest for manifest in earlier for digest in manifest.get("files", [])}
         tested = {int(slot) for manifest in earlier for slot in manifest.get("tested", {})}
-        self.place.mkdir(parents=True, exist_ok=True)
+        self.place.mkdir(mode=0o700, parents=True, exist_ok=True)  # its files are images
         trained, held_out, skipped = _sorted_out(self.root, slots, used, tested, self.size)
         for file, chosen in zip(self._files(task), (trained, held_out), strict=True):
             write_tensors(file, _stacked(chosen, self.size))

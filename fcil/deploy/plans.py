@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fcil.errors import UserError
-from fcil.methods import DEFAULT
+from fcil.experiment import setting_of
+from fcil.methods import DEFAULT, method
 from fcil.plan import Plan, plan
 from fcil.scenario.benchmarks import Benchmark
 from fcil.scenario.memory import NODES
@@ -42,6 +43,9 @@ def deployed(
     if getattr(made.config, "latent", None) == 0:  # it would follow the capacity, which grows
         pixels = 3 * made.benchmark.image_size**2
         made = replace(made, config=replace(made.config, latent=max(1, min(2 * capacity, math.floor(pixels / 2)))))
+    halves, size = method(name), made.benchmark.image_size
+    for half in (halves.server, halves.client):  # what they refuse is said before anyone is asked
+        half(made.config, setting_of(made, capacity, (3, size, size)))
     return made
 
 
@@ -54,7 +58,7 @@ def read_config(path: Path, capacity: int, command: str = "") -> Plan:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path} is not a readable TOML file ({error})") from None
     name, protocol, seed = values.pop("method", DEFAULT), values.pop("protocol", None), values.pop("seed", 0)
-    if not isinstance(seed, int) or not isinstance(name, str) or not isinstance(protocol, str | None):
+    if type(seed) is not int or not isinstance(name, str) or not isinstance(protocol, str | None):
         raise UserError(f"{path}: method and protocol are names, seed is a whole number")
     try:
         return deployed(name, protocol, seed, values, capacity, command)

@@ -20,7 +20,7 @@ from fcil.deploy.processes import (
     supernode,
 )
 from fcil.deploy.script import Terms
-from fcil.errors import UserError
+from fcil.errors import UserError, quoted
 
 LOOK = 1.0  # seconds between two looks at what goes on
 AGAIN = 5.0  # seconds between two tries to join
@@ -55,7 +55,9 @@ def serve(run: Path, terms: Terms, say: Say) -> None:
             if process.poll() is not None:
                 raise UserError(f"Flower's SuperLink ended: {last_words(place / 'superlink.log')}")
             if idle > (5 if begun else SLOW) and not (run / "result.json").exists():
-                raise UserError(f"the server's script ended: {last_words(log)}; go on with: fcil serve --resume {run}")
+                raise UserError(
+                    f"the server's script ended: {last_words(log)}; go on with: fcil serve --resume {quoted(run)}"
+                )
             _admit(place, tls, admitted, say)
         for line in _new_lines(log, heard)[1]:
             say(line)
@@ -67,7 +69,7 @@ def check_server(listen: Address, tls: Path | None) -> None:
         for name in ("ca.crt", "server.crt"):
             certificates.check(tls / name)
         if not (tls / "server.key").is_file():
-            raise UserError(f"there is no {tls / 'server.key'}; make one with: fcil certs {tls} --host HOST")
+            raise UserError(f"there is no {tls / 'server.key'}; make one with: fcil certs {quoted(tls)} --host HOST")
     listen.require_free()
 
 
@@ -92,10 +94,10 @@ class Seat:
         """Say what keeps this node from joining."""
         if not self.data.is_dir():
             raise UserError(f"there is no folder {self.data}; --data is a folder of class folders")
-        if self.ca is not None:
-            certificates.check(self.ca)
         if self.key is not None:
             certificates.check_key(self.key)
+        if self.ca is not None:  # which is looked for beside the key
+            certificates.check(self.ca)
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -10,7 +10,7 @@ docs/trust.md.
 
 import math
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, get_type_hints
@@ -66,10 +66,7 @@ class Sums:
         if not covered(self.kind):
             return reply
         if self.protocol.dp == "central":
-            raise UserError(
-                f"dp=central protects sums, and this method's server looks at every {self.kind.__name__} by itself; "
-                "set dp=local"
-            )
+            raise _seen(self.kind)
         flat = flatten(reply)
         for own in covered(self.kind):
             flat |= repaired(self.kind, own, _of(flat, own), _deviation(self.protocol, own))
@@ -137,6 +134,24 @@ def ready(protocol: Protocol) -> None:
             )
         if find_spec("opacus") is None:
             raise lacking(f"dp={protocol.dp} counts its cost with the package opacus", "privacy")
+
+
+def fits(protocol: Protocol, kinds: Iterable[type], single: Iterable[type]) -> None:
+    """Say before a run begins what its privacy cannot be, given what clients answer, and what is read one by one."""
+    if protocol.dp == "off":
+        return
+    limit = clips(protocol)
+    for field in [field for kind in kinds for field in covered(kind)]:
+        limit(field)
+    for kind in single:
+        if protocol.dp == "central" and covered(kind):
+            raise _seen(kind)
+
+
+def _seen(kind: type) -> UserError:
+    return UserError(
+        f"dp=central protects sums, and this method's server looks at every {kind.__name__} by itself; set dp=local"
+    )
 
 
 def spent(protocol: Protocol, releases: Mapping[str, int]) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Versions:
 
     def apply(self, place: Place, memory: Weights | None) -> None:
         """Book a question as answered, with the memory that followed if it changed."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # what is in it gives images back
         for later in (s for s in self._steps() if s > place.step or (s == place.step and memory is None)):
             self._remove(later)  # from a life of the server that was not saved
         if memory is not None:

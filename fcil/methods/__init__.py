@@ -119,7 +119,7 @@ METHODS = {
     "hr": _hr("hybrid", "Hybrid Replay made to work: a fixed codec, one image domain"),
     "hr-mini": _hr("ablation", "with a tenth of the memory", {"memory_share": 0.1}),
     "hr-no-latents": _hr(
-        "ablation", "without exemplars: all old classes are made up", {"exemplars": "none"}, keeps="nothing"
+        "ablation", "without exemplars: later tasks are all made up", {"exemplars": "none"}, keeps="nothing"
     ),
     "hr-perfect": _hr(
         "bound", "keeps images where it would keep codes, as many", {"exemplars": "images"}, keeps="images"
@@ -185,9 +185,10 @@ def _check_records(path: Path, own: "Method") -> None:
     """Refuse a method whose records the frame could not find: messages are rebuilt from their annotations."""
     if not is_dataclass(own.memory()):
         raise UserError(f"{path}: its memory is a {type(own.memory()).__name__}; it must be a record")
-    answers = [f for f in vars(own.client).values() if getattr(f, "is_remote", False)]
+    from fcil.method import answers
+
     needed = [(own.server.broadcast, "return")]  # type: ignore[attr-defined]
-    needed += [(answer, name) for answer in answers for name in ("message", "return")]
+    needed += [(answer, name) for answer in answers(own.client) for name in ("message", "return")]
     for function, name in needed:
         if name not in function.__annotations__:
             raise UserError(f"{path}: {function.__qualname__} says no type for its {name}; annotate it with its record")

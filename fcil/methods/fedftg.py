@@ -27,7 +27,7 @@ from fcil.blocks.softmax import Model, scores
 from fcil.blocks.training import as_bytes, loaded, normal, weights_of
 from fcil.federation.rounds import pace
 from fcil.knobs import knob
-from fcil.method import Batch, Clients, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
+from fcil.method import Answer, Batch, Clients, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
 from fcil.networks.conditional_generator import ConditionalGenerator
 from fcil.records import ByClass, Nothing, Weights, record
 from fcil.scenario.tasks import LocalData, Task, mask
@@ -101,6 +101,10 @@ class Server:
         nothing, weights = mask((), setting.capacity), weights_of(self.student)
         counts = torch.zeros(setting.capacity)
         self.state = State(weights, nothing, nothing, {}, counts, weights_of(self.generator))
+
+    @staticmethod
+    def one_by_one(config: Config) -> list[Answer]:
+        return [Client.train]
 
     def broadcast(self) -> Message:
         return Message(self.state.weights, self.state.seen, self.state.old)

@@ -28,7 +28,7 @@ from fcil.blocks.prototype_gradients import ProxyServer, Search, rebuilt, typica
 from fcil.blocks.training import features_of, in_parts, loaded, weights_of
 from fcil.federation.rounds import fit_codec, measure
 from fcil.knobs import knob
-from fcil.method import Batch, Clients, Exposed, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
+from fcil.method import Answer, Batch, Clients, Exposed, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
 from fcil.records import ByClass, Done, Weights, record, varying
 from fcil.scenario.tasks import LocalData, Task, mask
 from fcil.seeds import seed_of
@@ -142,6 +142,10 @@ class Server:
             weights_of(net), {}, {}, nothing, nothing, nothing, False, {},
             accuracy=0.0, proxies=none, labels=torch.zeros(0, dtype=torch.int64), signals=0,
         )  # fmt: skip
+
+    @staticmethod
+    def one_by_one(config: Config) -> list[Answer]:
+        return [Client.train]
 
     def broadcast(self) -> Model:
         return Model(*(getattr(self.state, part.name) for part in fields(Model)))

@@ -52,22 +52,26 @@ class Config:
     codec_rounds: int = knob(60, "rounds in which codec=autoencoder is trained before the first task", least=1)
     codec_width: int = knob(64, "channels of its two networks: the capacity of its decoder", least=1, most=1024)
     codec_lr: float = knob(0.1, "learning rate of that", above=0)
-    one_domain: bool = knob(True, "new images pass the codec, too, before they are trained on")
+    one_domain: bool = knob(
+        True, "new images pass the codec, too, before they are trained on; or are made up, where all replay is"
+    )
     exemplars: str = knob(
         "codes", "what is kept: codes; raw images that fit; images, one for each code (hr-perfect); nothing",
         choices=("codes", "raw", "images", "none"),
     )  # fmt: skip
     memory_share: float = knob(1.0, "share of the benchmark's memory that is used", least=0, most=1)
-    distill: float = knob(0.3, "weight of line 20 beside the pull: the old encoder keeps old classes in place", least=0)
-    new_share: float = knob(0.25, "least share of a step's images that are of new classes", least=0, most=0.99)
+    distill: float = knob(0.1, "weight of line 20 beside the pull: the old encoder keeps old classes in place", least=0)
+    new_share: float = knob(0.2, "least share of a step's images that are of new classes", least=0, most=0.99)
     global_replay: bool = knob(True, "line 9: make up images of classes that the client has no code of")
     tied: int = knob(
-        0, "leading numbers of a code that are made up as they vary together, and contrast; 0: each by itself", least=0
+        32, "leading numbers of a code that are made up as they vary together, and contrast; 0: each by itself", least=0
     )
     made_up: int = knob(
         0, "images made up of such a class; 0: as many as there are codes of others, on average", least=0
     )
-    made_weight: float = knob(1.0, "weight of made-up images in the loss", least=0)
+    made_weight: float = knob(
+        1.0, "weight of made-up images in the loss; 0: the share of the old classes that a client must make up", least=0
+    )
 
 
 @record
@@ -220,16 +224,27 @@ class Client:  # Algorithm 2
     def interleaved(self, memory: Memory, data: LocalData, message: Model, generator: torch.Generator) -> Pool:
         """Put what is replayed beside the images of the task."""
         c, at_hand = self.config, data.classes()  # of old classes, too, in a client that stayed behind
-        new = keeping.passed(self.keeper, message.codec, data) if c.one_domain else data.images  # 4
         replay = {j: codes for j, codes in memory.codes.items() if j not in at_hand}
         kept = keeping.recalled(self.keeper, message.codec, replay)  # 5-7
         number = c.made_up or making.usual_number(memory.codes, data)
         absent = making.absent(data, kept) if c.global_replay and number else []  # 8
+        all_made = bool(absent) and not kept
+        new = self.alike(all_made, data, message, generator) if c.one_domain else data.images  # 4
         made = self.made_up(absent, number, message, generator)  # 9
         images = torch.cat([new, *kept.values(), *made.values()])  # 10, 11
         labels = torch.cat([data.labels, keeping.labels_of(kept | made).to(data.labels)])
         is_made = torch.arange(len(images), device=labels.device) >= len(images) - number * len(made)
-        return Pool(images, labels, extra={"made": is_made})
+        weight = c.made_weight or len(made) / max(1, len(data.task.old))
+        return Pool(images, labels, extra={"made": is_made, "weight": torch.where(is_made, weight, 1.0)})
+
+    def alike(self, all_made: bool, data: LocalData, message: Model, generator: torch.Generator) -> Tensor:
+        """Return the task's images as old ones look: decoded, or made up where all that is replayed is."""
+        new = keeping.passed(self.keeper, message.codec, data)
+        if all_made:
+            new, counts = new.clone(), {j: len(data.of(j)) for j in data.classes()}
+            for j, made in self.made_up(counts, max(counts.values(), default=0), message, generator).items():
+                new[data.labels == j] = made[: counts[j]]
+        return new
 
     def made_up(self, classes: Iterable[int], number: int, message: Model, generator: torch.Generator) -> ByClass:
         """Draw so many images of each class whose moments are known."""
@@ -259,7 +274,7 @@ class Client:  # Algorithm 2
                 taught = old(batch.images)[0]  # 21: no decoder learns
             kept = c.distill * c.pull * given.old[batch.labels] * squared_error(z, taught)  # 20
             each = each + kept
-        return (given.weight[batch.labels] * torch.where(batch.extra["made"], c.made_weight, 1.0) * each).mean()
+        return (given.weight[batch.labels] * batch.extra["weight"] * each).mean()
 
     @remote
     @torch.no_grad()

@@ -23,7 +23,7 @@ from fcil.blocks.exemplars import holdings, labels_of, new_images, shares, shuff
 from fcil.blocks.losses import divergence_from_normal, expected_squared_error, norm_error, squared_error
 from fcil.blocks.training import as_bytes, by_class, in_parts, loaded, normal, weights_of
 from fcil.knobs import knob
-from fcil.method import Batch, Clients, Exposed, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
+from fcil.method import Answer, Batch, Clients, Exposed, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
 from fcil.networks import AutoEncoder
 from fcil.records import ByClass, Update, Weights, record
 from fcil.scenario.tasks import LocalData, Task, mask
@@ -133,6 +133,10 @@ class Server:  # Algorithm 1
             weights, weights, torch.zeros(capacity, latent), mask((), capacity),
             of_clients=torch.zeros(0, capacity, latent), judged=torch.zeros(2, capacity, dtype=torch.int64),
         )  # fmt: skip
+
+    @staticmethod
+    def one_by_one(config: Config) -> list[Answer]:
+        return [Client.remember] if config.centroids == "per_client" else []
 
     def broadcast(self) -> Model:
         return self.state  # 2

@@ -27,7 +27,21 @@ from fcil.blocks.proxies import clustered, nca, nca_of_the_code
 from fcil.blocks.training import by_class, features_of, loaded, weights_of
 from fcil.federation.rounds import fit_codec, measure
 from fcil.knobs import knob
-from fcil.method import Batch, Clients, Exposed, Fit, Method, Nets, Pictures, Pool, Replies, Setting, Training, remote
+from fcil.method import (
+    Answer,
+    Batch,
+    Clients,
+    Exposed,
+    Fit,
+    Method,
+    Nets,
+    Pictures,
+    Pool,
+    Replies,
+    Setting,
+    Training,
+    remote,
+)
 from fcil.networks import ProxyClassifier
 from fcil.networks.heads import pooled
 from fcil.records import ByClass, Done, Update, Weights, record, varying
@@ -104,6 +118,10 @@ class Server:
         self.tune_rounds = math.ceil(config.tune_share * setting.protocol.rounds)
         nothing = mask((), setting.capacity)
         self.state = Model(weights_of(network(config, setting)), {}, nothing, nothing, {})
+
+    @staticmethod
+    def one_by_one(config: Config) -> list[Answer]:
+        return [Client.propose]
 
     def broadcast(self) -> Model:
         return self.state

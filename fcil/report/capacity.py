@@ -17,7 +17,7 @@ from plotly.subplots import make_subplots
 from fcil.errors import UserError
 from fcil.networks import BODIES
 from fcil.records import read_tensors
-from fcil.report.comparison import Measured, settings_text
+from fcil.report.comparison import Measured, ran_by, settings_text
 from fcil.report.drawing import COLOURS, DASHES, GREY, SYMBOLS, Chart, byte_axis, chart, errors, names, with_error
 from fcil.report.evidence import Evidence, Group, Trial, over_seeds
 from fcil.report.told import auc_of, audit_of
@@ -25,6 +25,7 @@ from fcil.report.told import auc_of, audit_of
 PANELS = (
     ("final", "accuracy (%)"), ("psnr", "PSNR (dB)"), ("auc", "membership AUC"), ("step", "step (ms)"),
 )  # fmt: skip
+LEAST = {"auc": (0.5,), "step": (0.0,)}  # what an axis shows in any case
 SIZED = ("decoder_width", "codec_width", "code_bytes", "latent", "code_bits")  # settings that change the two sizes
 
 
@@ -56,13 +57,17 @@ def capacity(evidence: Evidence) -> Chart | str:
         )
     timed = any(value for _, _, lines in sides for along in lines.values() for _, value in _shared(along, "step"))
     shown = [(k, axis) for k, axis in PANELS if any(p.found[k] for p in points) and (k != "step" or timed)]
-    figure = make_subplots(len(shown), len(sides), shared_xaxes=True, vertical_spacing=0.05, horizontal_spacing=0.12)
+    figure = make_subplots(len(shown), len(sides), shared_xaxes=True, vertical_spacing=0.05, horizontal_spacing=0.06)
     labels = list(dict.fromkeys(label for _, _, lines in sides for label in lines))
     for column, (title, place, lines) in enumerate(sides, 1):
         for row, (key, axis) in enumerate(shown, 1):
             for label, along in lines.items():
                 _draw(figure, row, column, labels.index(label), label, axis, place, _shared(along, key))
-            figure.update_yaxes(title=axis if column == 1 else "", row=row, col=column)
+            if key == "auc":
+                figure.add_hline(0.5, line={"color": GREY, "dash": "dot", "width": 1}, row=row, col=column)
+            span = _span(key, [lines for _, _, lines in sides])
+            named = {"title": axis} if column == 1 else {"showticklabels": False}
+            figure.update_yaxes({"range": span, **named}, row=row, col=column)
             if not any(value for along in lines.values() for _, value in _shared(along, key)):
                 at = {"xref": "x domain", "yref": "y domain", "x": 0.5, "y": 0.5, "row": row, "col": column}
                 figure.add_annotation(text="no runs that compare", showarrow=False, font={"color": GREY}, **at)
@@ -77,10 +82,10 @@ def capacity(evidence: Evidence) -> Chart | str:
         "" if any(point.found["auc"] for point in points) else " No run here was audited: fcil audit RUN adds AUC."
     )
     return chart(
-        "capacity", "Decoder capacity: what it buys, and what it costs",
+        "capacity", f"Decoder capacity{f' of {labels[0]}' * (len(labels) == 1)}: what it buys, and what it costs",
         "Final accuracy; how near the exemplars are to their images (PSNR); how well an attacker tells training images "
-        "from others (the highest AUC of the audit, 0.5 is guessing); and the time of a local step, of runs by the "
-        "same code and engine. Means over the seeds that all points of a line have."
+        "from others (the highest AUC of the audit; dotted, 0.5: guessing); and the time of a local step, of runs by "
+        "the same code and engine. Means over the seeds that all points of a line have."
         + without,
         figure,
         ("method", "settings", "seeds", "decoder_channels", "code_bytes",
@@ -148,10 +153,7 @@ def _point(group: Group) -> Point | None:
     }  # fmt: skip
     found = {key: over_seeds([[value] for value in values])[0] for key, values in told.items()}
     seeds = [trial.seed for trial in group.trials]
-    ran = {
-        trial.seed: tuple(str(trial.run.result.get(key)) for key in ("commit", "device", "engine"))
-        for trial in group.trials
-    }
+    ran = {trial.seed: ran_by(trial.run.result) for trial in group.trials}
     by_seed = {key: dict(zip(seeds, values, strict=True)) for key, values in told.items()}
     line = f"{method} ({settings_text(others)})" if others else method
     return Point(group, line, width, code, found, by_seed, ran)
@@ -178,6 +180,15 @@ def _shared(along: Sequence[Point], key: str) -> list[tuple[Point, Measured | No
     if key == "step":
         seeds = [seed for seed in seeds if len({p.ran[seed] for p in along}) == 1]
     return [(p, over_seeds([[p.told[key][seed]] for seed in seeds])[0] if seeds else None) for p in along]
+
+
+def _span(key: str, sides: Sequence[Mapping[str, Sequence[Point]]]) -> list[float]:
+    """Return what an axis shows: all values with their errors, so that both columns have one scale."""
+    known = [value for lines in sides for along in lines.values() for _, value in _shared(along, key) if value]
+    ends = [value.mean + sign * (value.sem or 0.0) for value in known for sign in (-1, 1)]
+    low, high = (pick([*ends, *LEAST.get(key, ())]) for pick in (min, max)) if known else (0.0, 1.0)
+    room = 0.08 * (high - low) or 1.0
+    return [low - room * (low != 0), high + room]
 
 
 def _width(point: Point) -> float | None:

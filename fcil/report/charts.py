@@ -176,8 +176,9 @@ def time_by_part(evidence: Evidence) -> Chart:
     figure.update_xaxes(title="time of a run (seconds)", rangemode="tozero")
     return chart(
         "time", "Time by part",
-        "Where the time of a run goes, as means over seeds. Compare methods only where they ran on the same machine, "
-        "and alone on it.",
+        "Where the time of a run goes, as means over seeds: server, evaluate, save and look (pictures of what is "
+        "replayed) are the simulation's, all else is asked of clients, by the names that a method has for it. Compare "
+        "methods only where they ran on the same machine, and alone on it.",
         figure,
         ("method", "settings", "seed", "task", "part", "seconds"),
         [

@@ -52,6 +52,7 @@ class Row:
     seconds: float
     paper: Claim | None
     folders: tuple[Path, ...]  # of its runs, seed by seed
+    ran: tuple[tuple[str, ...], ...]  # by what, seed by seed
 
     @property
     def label(self) -> str:
@@ -115,9 +116,23 @@ def settings_text(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={_setting(value)}" for name, value in sorted(settings.items()))
 
 
+def ran_by(result: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return by which code, device and engine a run was made: times of others do not compare with its own."""
+    return tuple(str(result.get(key)) for key in ("commit", "device", "engine"))
+
+
 def number(value: float) -> str:
     """Round to what a table shows."""
     return f"{round(value, 1) + 0.0:.1f}"  # the sum turns -0.0 into 0.0
+
+
+def decided(run: Run) -> dict[str, Any]:
+    """Return every knob that decided a run, set or not; none where its config.toml cannot be read."""
+    knobs = run.knobs()
+    if not knobs:
+        return {}
+    world = {**asdict(Benchmark()), **asdict(Protocol()), **knobs.get("benchmark", {}), **knobs.get("protocol", {})}
+    return {**{key: world[key] for key in sorted(world.keys() - _NAMES)}, **knobs.get("config", {})}
 
 
 def _apart(alike: Sequence[Run]) -> list[tuple[list[Run], dict[str, Any]]]:
@@ -129,9 +144,7 @@ def _apart(alike: Sequence[Run]) -> list[tuple[list[Run], dict[str, Any]]]:
     parts: dict[str, list[Run]] = {}
     values: dict[str, dict[str, Any]] = {}
     for run in alike:
-        knobs = run.knobs()
-        world = {**asdict(Benchmark()), **asdict(Protocol()), **knobs.get("benchmark", {}), **knobs.get("protocol", {})}
-        own = {**{key: world[key] for key in sorted(world.keys() - _NAMES)}, **knobs.get("config", {})} if knobs else {}
+        own = decided(run)
         parts.setdefault(text := json.dumps(own, sort_keys=True, default=str), []).append(run)
         values[text] = own
     known = {key for own in values.values() for key in own}
@@ -160,6 +173,7 @@ def _row(alike: Sequence[Run], differs: Mapping[str, Any]) -> Row:
         memory_bytes=mean_and_sem([result["memory_bytes"] for result in results])[0],
         seconds=mean_and_sem([result["seconds"]["total"] for result in results])[0],
         folders=tuple(run.folder for run in runs),
+        ran=tuple(ran_by(result) for result in results),
         paper=claim(first["benchmark"], first["method"]) if not _OTHER_EXPERIMENT & settings.keys() else None,
     )
 

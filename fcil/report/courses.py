@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 from fcil.report.comparison import Measured
 from fcil.report.drawing import COLOURS, GREY, SCALE, Chart, View, chart, line, looks_of, names, task_axis
 from fcil.report.evidence import Evidence, Group, Round, Trial, over_seeds
-from fcil.report.views import MOST_NUMBERS, lined, one_by_one, table
+from fcil.report.views import MOST_NUMBERS, lined, of_all, one_by_one, table
 
 
 def accuracy_after_each_task(evidence: Evidence) -> Chart:
@@ -15,7 +15,7 @@ def accuracy_after_each_task(evidence: Evidence) -> Chart:
     return _over_tasks(
         evidence, "accuracy-over-tasks", "Accuracy after each task",
         "Accuracy on all classes seen so far. It falls as classes are added, even for a method that forgets nothing.",
-        "accuracy on all classes so far (%)", "accuracy", lambda trial: trial.overall, "%", 100,
+        "accuracy on all classes so far (%)", "accuracy", lambda trial: trial.overall, "%", 100, 105,
     )  # fmt: skip
 
 
@@ -26,7 +26,7 @@ def forgetting(evidence: Evidence) -> Chart | str:
     return _over_tasks(
         evidence, "forgetting", "Forgetting after each task",
         "How far the earlier tasks have fallen from their best accuracy, on average. Lower is better.",
-        "forgetting (percentage points)", "forgetting", lambda trial: trial.fallen, "points", 100,
+        "forgetting (percentage points)", "forgetting", lambda trial: trial.fallen, "points", 100, 5,
     )  # fmt: skip
 
 
@@ -41,8 +41,8 @@ def matrices(evidence: Evidence) -> Chart:
     whole = table(evidence.groups, last, "accuracy on task", "task", "%", (0, 100), ".0f")
     return triangles(
         evidence.groups, tables, whole, "matrix", "Accuracy on each task, after each task",
-        "Read a column downwards: what becomes of a task while later ones are learned. All methods: their last lines, "
-        "one below the other. Means over seeds.",
+        "Read a column downwards: what becomes of a task while later ones are learned."
+        + of_all(evidence.groups, "All methods: their last lines, one below the other.") + " Means over seeds.",
         "accuracy", "%", "accuracy on task", "after task", (0, 100), ".0f",
     )  # fmt: skip
 
@@ -131,15 +131,16 @@ def triangles(
 
 def _over_tasks(
     evidence: Evidence, name: str, title: str, says: str, axis: str, what: str,
-    values: Callable[[Trial], Sequence[float]], unit: str, most: float,
+    values: Callable[[Trial], Sequence[float]], unit: str, most: float, least: float,
 ) -> Chart:  # fmt: skip
+    """Draw lines over tasks on an axis that reaches to `least` or farther, and a table coloured from 0 to `most`."""
     courses = {group.label: over_seeds([values(trial) for trial in group.trials]) for group in evidence.groups}
 
     def lines(groups: Sequence[Group]) -> go.Figure:
         looks = looks_of(groups)
         figure = go.Figure([line(g.label, courses[g.label], looks, what, unit) for g in groups])
         figure.update_xaxes(task_axis(evidence))
-        figure.update_yaxes(title=axis, rangemode="tozero")
+        figure.update_yaxes(title=axis, autorangeoptions={"include": [0, least]})
         return figure.update_layout(height=460, showlegend=len(groups) > 1)
 
     fields = [_means(courses[group.label]) for group in evidence.groups]

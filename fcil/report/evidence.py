@@ -10,11 +10,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fcil.errors import UserError
-from fcil.report.comparison import Measured, Row, Section, compare, settings_text
+from fcil.errors import UserError, quoted
+from fcil.report.comparison import Measured, Row, Section, compare, decided, settings_text
 from fcil.results.ledger import read, result_of, verify
 from fcil.results.metrics import forgotten, mean_and_sem
-from fcil.results.runs import Run, folders
+from fcil.results.runs import Run, folders, read_audit
 
 MOST_BYTES = 10**18  # more than any run could send
 TERMS = ("prior", "new", "intra", "inter")
@@ -106,6 +106,10 @@ def gather(paths: Iterable[Path], unfinished: bool = False) -> tuple[list[Eviden
         except UserError as error:
             left_out.append(_about(folder, error))
             continue
+        try:
+            read_audit(folder)
+        except UserError as error:
+            left_out.append(str(error))  # the run is shown without it
         key = _key(trial.run)
         first = trials.setdefault(key, trial)
         if first.matrix != trial.matrix:
@@ -126,7 +130,7 @@ def trial_of(folder: Path, unfinished: bool = False) -> Trial:
     elif unfinished:
         run = Run(folder, _so_far(lines))
     else:
-        raise UserError(f"it has not finished; go on with: fcil run --resume {folder}")
+        raise UserError(f"it has not finished; go on with: fcil run --resume {quoted(folder)}")
     try:
         return _trial(run, lines)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
@@ -234,7 +238,7 @@ def _number(value: Any) -> float | None:
 
 def _key(run: Run) -> tuple[str, ...]:
     named = (run.result[name] for name in ("benchmark", "protocol", "method", "seed"))
-    return (*map(str, named), _settings(run.settings))
+    return (*map(str, named), _settings(run.settings), json.dumps(decided(run), sort_keys=True, default=str))
 
 
 def _settings(settings: Mapping[str, Any]) -> str:

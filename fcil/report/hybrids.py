@@ -1,19 +1,14 @@
 """Table 1 of the Hybrid Replay paper: how the hybrid methods differ, theirs beside what the code here does.
 
-The paper calls designs clean or complex by their figures. Here a method's lines are counted: those of its file that
-are neither blank nor comment nor docstring, and those of the blocks and networks that it names; they are counted
-whenever the table is asked for.
+The paper calls designs clean or complex by their figures. Here a method's lines are counted, whenever the table is
+asked for: `code_lines` says which.
 """
 
-import ast
 import csv
 import io
-import tokenize
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich import box
 from rich.console import Group
@@ -21,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fcil.methods import METHODS, method
+from fcil.report.code_lines import Lines, lines_of
 from fcil.report.paper import PAPER_TABLE_1
 from fcil.report.tables import latex_text, markdown_text
 
@@ -32,14 +28,6 @@ HYBRIDS = {  # where each classifies, and what gives its latent space a structur
     "ictrl": ("latent space: {classifier}", "a subspace for each class (rate reduction)"),
 }
 COLUMNS = ("method", "classification", "quantisation", "learning", "latent space", "simplicity")
-ROOMS = ("fcil.blocks", "fcil.networks")
-
-
-class Lines(NamedTuple):
-    """Lines of code: of a method's own file, and of the blocks and networks that it imports."""
-
-    own: int
-    imported: int
 
 
 @dataclass(frozen=True)
@@ -57,7 +45,7 @@ class Hybrid:
     @property
     def cells(self) -> tuple[str, ...]:
         """Our row, in the order of `COLUMNS`."""
-        simplicity = f"{self.lines.own} lines, and {self.lines.imported} it imports"
+        simplicity = f"{self.lines.own} lines, and {self.lines.used} it uses"
         return self.method, self.classification, self.quantisation, self.learning, self.latent_space, simplicity
 
 
@@ -92,53 +80,12 @@ def _learning(config: Any) -> str:
     return "online" if config.single_pass else "offline; online: single_pass=true"
 
 
-# -- lines of code ----------------------------------------------------------------------------------------------------
-
-
-def code_lines(source: str) -> int:
-    """Count the lines of a source that are neither blank nor comment nor docstring."""
-    found: set[int] = set()
-    quiet = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in quiet:
-            found |= set(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
-            text = node.body[0]
-            found -= set(range(text.lineno, (text.end_lineno or text.lineno) + 1))
-    return len(found)
-
-
-def imported(source: str) -> list[str]:
-    """Return the modules of blocks and networks that a source names, each once."""
-    names: dict[str, None] = {}
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                whole = f"{node.module}.{alias.name}"  # a module in itself, as in `from fcil.blocks import inversion`
-                names[whole if node.module in ROOMS and find_spec(whole) else node.module] = None
-        elif isinstance(node, ast.Import):
-            names |= dict.fromkeys(alias.name for alias in node.names)
-    return [name for name in names if name.startswith(ROOMS)]
-
-
-def lines_of(module: str) -> Lines:
-    """Count the lines of a method's module, and of the blocks and networks that it imports itself."""
-    source = _source(module)
-    return Lines(code_lines(source), sum(code_lines(_source(name)) for name in imported(source)))
-
-
-def _source(module: str) -> str:
-    spec = find_spec(module)
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).read_text(encoding="utf-8")
-
-
 # -- as a person sees it ----------------------------------------------------------------------------------------------
 
 NOTES = (
     "What the code here does, and the paper's words. Lines are those that are neither blank nor comment nor docstring: "
-    "of the method's file, and of the blocks and networks that it imports itself."
+    "of the method's file, and of what it uses of blocks and networks, itself or through others, the benchmark's "
+    "network with it."
 )
 
 
@@ -183,7 +130,7 @@ def hybrids_as_csv(rows: Sequence[Hybrid]) -> str:
     """Write the table as CSV: a line for each method, the paper's words in columns of their own."""
     text, names = io.StringIO(), [column.replace(" ", "_") for column in COLUMNS[1:]]
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["method", *names[:-1], "lines", "imported_lines", *(f"paper_{name}" for name in names)])
+    writer.writerow(["method", *names[:-1], "lines", "used_lines", *(f"paper_{name}" for name in names)])
     for row in rows:
         writer.writerow([*row.cells[:-1], *row.lines, *row.paper])
     return text.getvalue()

@@ -92,6 +92,13 @@ PAPER_TABLE_3 = {
     },
 }
 
+STAND_IN = {"digits": "cifar100-10x10"}  # for Table 3's ratios where there is no GPU: its shares of memory and length
+
+
+def table_3(benchmark: str) -> dict[str, Budgeted]:
+    """Return the lines of Table 3 about a benchmark, or about the one that it stands in for."""
+    return PAPER_TABLE_3[STAND_IN.get(benchmark, benchmark)]
+
 
 class Kept(NamedTuple):
     """What a line of Table 3 keeps, computed: the paper counts numbers, a device stores bytes."""

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fcil.errors import UserError
-from fcil.report.comparison import BOUNDS, Comparison, Row, Section, number
-from fcil.report.paper import PAPER_FINAL, PAPER_TABLE_3, claim, in_millions, paper_name
+from fcil.report.comparison import BOUNDS, Comparison, Row, Section
+from fcil.report.paper import PAPER_FINAL, STAND_IN, Budgeted, claim, in_millions, paper_name, table_3
 from fcil.report.paper_curves import BY_MEMORY, MEMORIES, MEMORYLESS
 from fcil.report.paper_runs import TABLES, Wanted, runs_of
 from fcil.report.tables import latex_text, markdown_text
@@ -25,6 +25,11 @@ NOTES = (
     "Final accuracy in percent, ours and below it the paper's claim under its own protocol; ± is the standard error "
     f"over seeds, a single seed is marked; {MISSING} is not measured. finetune and joint are the bounds."
 )
+TIMES = (
+    " Minutes are of the machines that runs were on; to HR: in multiples of hr's, where one code, device and engine "
+    "made both."
+)
+TABLE_3 = ("kept", "exemplars", "decoder", "length", "minutes", "to HR", "final")
 SHORT = {  # for terminals, which are narrow
     "cifar100-10x10": "CIFAR 10x10", "cifar100-20x5": "CIFAR 20x5", "imagenet-subset-10x20": "IN 10x20",
     "imagenet-subset-20x10": "IN 20x10", "tinyimagenet-10x5": "Tiny 10x5",
@@ -47,12 +52,17 @@ class PaperTable:
     title: str
     columns: tuple[str, ...]
     lines: tuple[Line, ...]
+    notes: str = NOTES
 
 
 def paper_tables(comparison: Comparison, table: str) -> list[PaperTable]:
     """Return a table of the paper, once for each protocol that runs were made under."""
     about = {wanted.benchmark for wanted in runs_of(table)}
-    sections = [section for section in comparison.sections if section.benchmark in about]
+    sections = [
+        section
+        for section in comparison.sections
+        if section.benchmark in about or (table == "table3" and _stands_in(section))
+    ]
     if not sections:
         raise UserError(f"no run here belongs to {table} of the paper; make them with: fcil sweep --paper {table}")
     by_protocol: dict[str, list[Section]] = {}
@@ -76,7 +86,7 @@ def as_rich(tables: Sequence[PaperTable]) -> Group:
             drawn.add_row(line.name, *map(_narrow, line.ours))
             if any(line.paper):
                 drawn.add_row("  paper", *map(_narrow, line.paper), style="dim")
-        parts += [drawn, Text(f"{NOTES} (1): one seed.", style="dim"), Text()]
+        parts += [drawn, Text(f"{made.notes} (1): one seed.", style="dim"), Text()]
     return Group(*parts)
 
 
@@ -94,7 +104,7 @@ def as_markdown(tables: Sequence[PaperTable]) -> str:
             if any(line.paper):
                 lines.append([f"*{markdown_text(cell)}*" if cell else "" for cell in ("paper", *line.paper)])
         body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        texts.append(f"### {markdown_text(made.title)}\n\n{body}\n\n{NOTES}\n")
+        texts.append(f"### {markdown_text(made.title)}\n\n{body}\n\n{made.notes}\n")
     return "\n".join(texts)
 
 
@@ -112,7 +122,8 @@ def as_latex(tables: Sequence[PaperTable]) -> str:
         texts.append(
             "\n".join(
                 [
-                    r"\begin{table*}", r"\centering", rf"\caption{{{latex_text(made.title)}. {latex_text(NOTES)}}}",
+                    r"\begin{table*}", r"\centering",
+                    rf"\caption{{{latex_text(made.title)}. {latex_text(made.notes)}}}",
                     rf"\begin{{tabular}}{{@{{}}l{'r' * len(made.columns)}@{{}}}}", r"\toprule", head, r"\midrule",
                     *lines, r"\bottomrule", r"\end{tabular}", r"\end{table*}", "",
                 ]
@@ -148,27 +159,55 @@ def _table_2(protocol: str, sections: Sequence[Section]) -> list[PaperTable]:
 
 
 def _table_3(protocol: str, sections: Sequence[Section]) -> list[PaperTable]:
-    columns = ("kept", "exemplars", "decoder", "length", "minutes", "final")
     tables = []
     for benchmark in (section.benchmark for section in sections):
-        lines = []
-        for wanted in sorted(runs_of("table3", [benchmark], protocol), key=lambda one: _rank(one.method)):
-            row, said = _row(sections, benchmark, wanted.method, wanted), None
-            if wanted.method not in BOUNDS:
-                said = PAPER_TABLE_3[benchmark][paper_name(wanted.method)]
-            length = f"{wanted.settings['rounds']} rounds" if "rounds" in wanted.settings else "all rounds"
-            ours = (
-                (f"{row.memory_bytes / 1000:,.0f} KB", "", "", length, number(row.seconds / 60)) if row else ("",) * 5
-            )
-            claimed = ("",) * 6
-            if said:
-                claimed = (
-                    in_millions(said.memory), f"{said.exemplars} {said.kind}", in_millions(said.decoder),
-                    f"{said.epochs} epochs", str(said.minutes), f"{said.final:.2f} ± {said.sem:.2f}",
-                )  # fmt: skip
-            lines.append(Line(wanted.method, (*ours, _final(row)), claimed))
-        tables.append(PaperTable(f"Table 3 of the paper: {benchmark}, {protocol} protocol", columns, tuple(lines)))
+        wanted = sorted(runs_of("table3", [benchmark], protocol), key=lambda one: _rank(one.method))
+        rows = {one.method: _row(sections, benchmark, one.method, one) for one in wanted}
+        claims, lines = table_3(benchmark), []
+        for one in wanted:
+            row, ours = rows[one.method], dict.fromkeys(TABLE_3, "")
+            if row:
+                length = f"{one.settings['rounds']} rounds" if "rounds" in one.settings else "all rounds"
+                ours |= {"kept": f"{row.memory_bytes / 1000:,.1f} KB", "length": length}
+                ours |= {"minutes": f"{row.seconds / 60:.2f}", "to HR": _times(row, rows["hr"])}
+            ours["final"] = _final(row)
+            said = dict.fromkeys(TABLE_3, "")
+            if one.method not in BOUNDS:
+                said = _said(claims[paper_name(one.method)], claims["hr"].minutes)
+            lines.append((one.method, ours, said))
+        title = f"Table 3 of the paper: {benchmark}, {protocol} protocol"
+        columns: tuple[str, ...] = TABLE_3
+        if benchmark in STAND_IN:  # of which the paper says nothing but times, and these of another benchmark
+            title += f"; the paper's times are those of {STAND_IN[benchmark]}"
+            columns = tuple(name for name in TABLE_3 if name not in ("exemplars", "decoder"))
+            lines = [(method, ours, said | {"kept": "", "final": ""}) for method, ours, said in lines]
+        cells = tuple(Line(m, *(tuple(one[c] for c in columns) for one in both)) for m, *both in lines)
+        tables.append(PaperTable(title, columns, cells, NOTES + TIMES))
     return tables
+
+
+def _said(said: Budgeted, hybrid: int) -> dict[str, str]:
+    """Return a line of the paper's; `hybrid` is how many minutes its Hybrid Replay takes."""
+    return {
+        "kept": in_millions(said.memory), "exemplars": f"{said.exemplars} {said.kind}",
+        "decoder": in_millions(said.decoder), "length": f"{said.epochs} epochs", "minutes": str(said.minutes),
+        "to HR": f"{said.minutes / hybrid:.2f}", "final": f"{said.final:.2f} ± {said.sem:.2f}",
+    }  # fmt: skip
+
+
+def _stands_in(section: Section) -> bool:
+    """Say whether Table 3 was asked of a benchmark that stands in for one of the paper's."""
+    if section.benchmark not in STAND_IN:
+        return False
+    budgeted = (one for one in runs_of("table3", [section.benchmark], section.protocol) if one.settings)
+    return any(_row([section], one.benchmark, one.method, one) for one in budgeted)
+
+
+def _times(row: Row, hr: Row | None) -> str:
+    """Return a method's time in multiples of hr's; nothing where they do not compare."""
+    if not hr or len({*row.ran, *hr.ran}) > 1:
+        return ""
+    return f"{row.seconds / hr.seconds:.2f}"
 
 
 def _memory(protocol: str, sections: Sequence[Section]) -> list[PaperTable]:

@@ -97,7 +97,8 @@ class Clock:
             where = f"task {self.task + 1} of {self.tasks}, {self.beside()}round {self.round} of {self.of}"
             return where + so_far + after
         seen = (self.task + 1) * self.classes
-        return f"task {self.task + 1} of {self.tasks} learned: {self.accuracy()} on all {seen} classes so far{after}"
+        what = "the only class" if seen == 1 else f"all {seen} classes"
+        return f"task {self.task + 1} of {self.tasks} learned: {self.accuracy()} on {what} so far{after}"
 
     def quiet_for(self) -> float:
         """Return the seconds since something was said."""

@@ -4,16 +4,17 @@ The paper orders what clients keep by how much it tells: raw images most, then c
 Here that order is a measurement: the differences between these levels, seed by seed, with their intervals.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from fcil.errors import UserError
 from fcil.report.drawing import COLOURS, GREY, Chart, chart, names
 from fcil.report.evidence import Evidence, Group, Trial, over_seeds
 from fcil.report.views import dots
-from fcil.results.metrics import mean_and_sem
+from fcil.results.metrics import mean_and_interval
+from fcil.results.runs import read_audit
 
 LEVELS = ("raw images", "WebP files", "codes", "nothing")  # what clients keep, in the paper's order
 ATTACKS = (  # name, whose images, how they are told, and the mark
@@ -83,7 +84,7 @@ def steps(groups: Sequence[Group]) -> list[Step]:
         shared = sorted(found[higher].keys() & found[lower].keys())
         apart = [fmean(found[higher][seed]) - fmean(found[lower][seed]) for seed in shared]
         if len(apart) > 1:
-            made.append(Step(higher, lower, *_interval(apart)))
+            made.append(Step(higher, lower, *mean_and_interval(apart)))
     return made
 
 
@@ -103,23 +104,16 @@ def auc_of(trial: Trial) -> float | None:
 
 
 def audit_of(folder: Path) -> Mapping[str, Any]:
-    """Return a run's audit; nothing where there is none that can be read."""
+    """Return a run's audit; nothing where there is none that can be read, which `gather` says."""
     try:
-        found = json.loads((folder / "audit.json").read_bytes())
-    except (OSError, ValueError):
+        return read_audit(folder)
+    except UserError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _membership(trial: Trial) -> list[dict[str, Any]]:
-    rows = audit_of(trial.run.folder).get("membership")
-    numbers = ("value", "low", "high")
-    return [
-        row
-        for row in (rows if isinstance(rows, list) else [])
-        if isinstance(row, dict) and all(isinstance(row.get(name), int | float) for name in numbers)
-        if isinstance(row.get("images"), str) and isinstance(row.get("attack"), str)
-    ]
+    rows: list[dict[str, Any]] = audit_of(trial.run.folder).get("membership", [])
+    return rows
 
 
 def _over(group: Group, whose: str, attack: str) -> Any:
@@ -128,12 +122,3 @@ def _over(group: Group, whose: str, attack: str) -> Any:
         for trial in group.trials
     ]
     return (over_seeds(values) or [None])[0]
-
-
-def _interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of some values and the interval that holds it with 95 %, by Student's t."""
-    from scipy.stats import t
-
-    mean, error = mean_and_sem(values)
-    half = float(t.ppf(0.975, len(values) - 1)) * (error or 0.0)
-    return mean, mean - half, mean + half

@@ -66,6 +66,11 @@ def one_by_one(groups: Sequence[Group], draw: Callable[[Group], go.Figure], whol
     return [*compared, *(View(group.label, draw(group)) for group in groups)]
 
 
+def of_all(groups: Sequence[Group], sentence: str) -> str:
+    """Return what is to be said of the view of all methods, where there is one."""
+    return f" {sentence}" if len(groups) > 1 else ""
+
+
 def table(
     groups: Sequence[Group], fields: Sequence[Sequence[Cell]], across: str, what: str, unit: str,
     span: tuple[float, float], digits: str,
@@ -84,7 +89,8 @@ def table(
         hovertemplate=f"<b>%{{customdata}}</b><br>{what} %{{x}}: %{{z:.4g}} {unit}<extra></extra>",
     )  # fmt: skip
     methods_down(figure, labels)
-    figure.update_xaxes(title=across, dtick=1 if numbers else None, tickformat="d", showgrid=False)
+    title = f"{across}<br>numbers in {unit}" if numbers else across  # else the scale of colours has the unit
+    figure.update_xaxes(title=title, dtick=1 if numbers else None, tickformat="d", showgrid=False)
     figure.update_yaxes(showgrid=False)
     return figure
 

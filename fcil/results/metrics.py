@@ -80,6 +80,15 @@ def mean_and_sem(values: Sequence[float]) -> tuple[float, float | None]:
     return fmean(values), stdev(values) / sqrt(len(values)) if len(values) > 1 else None
 
 
+def mean_and_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean of two values or more, and the interval that holds it with 95 %, by Student's t."""
+    from scipy.stats import t
+
+    mean, error = mean_and_sem(values)
+    half = float(t.ppf(0.975, len(values) - 1)) * (error or 0.0)
+    return mean, mean - half, mean + half
+
+
 def per_client(per_class_accuracy: Sequence[float | None], held_counts: Sequence[Sequence[int]]) -> list[float | None]:
     """Return each client's accuracy: that of the classes, weighted by how many images of each it has held so far."""
     return [_weighted(per_class_accuracy, held) for held in held_counts]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fcil.errors import UserError
+from fcil.errors import UserError, quoted
 
 FORMAT = 1  # of a run folder; raised when an older one can no longer be read
 
@@ -67,7 +67,7 @@ def find(paths: Iterable[Path], left_out: list[str] | None = None) -> list[Run]:
             except UserError as error:
                 _leave_out(error, left_out)
     if waiting and not runs:
-        raise UserError(f"no run has finished yet; continue with: fcil run --resume {waiting[0]}")
+        raise UserError(f"no run has finished yet; continue with: fcil run --resume {quoted(waiting[0])}")
     if left_out and not runs:
         raise UserError("; ".join(left_out))
     return list(runs.values())
@@ -99,7 +99,7 @@ def read_result(folder: Path) -> dict[str, Any]:
         raise UserError(f"there is no {path}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
-            f"{path} is not readable ({error}); remove it, and `fcil run --resume {folder}` makes it again"
+            f"{path} is not readable ({error}); remove it, and `fcil run --resume {quoted(folder)}` makes it again"
         ) from None
     if not isinstance(result, dict) or "format" not in result:
         raise UserError(f"{path} is not the result of a run: it names no format")
@@ -108,6 +108,30 @@ def read_result(folder: Path) -> dict[str, Any]:
     if wrong := _wrong_key(result):
         raise UserError(f"{path} is not a whole result: {wrong!r} is missing or of the wrong kind")
     return result
+
+
+def read_audit(folder: Path) -> dict[str, Any]:
+    """Return the audit.json of a run, empty where it was not audited, or say what is wrong with it."""
+    path = folder / "audit.json"
+    try:
+        audit = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not readable ({error}); `fcil audit {quoted(folder)}` makes it again") from None
+    rows = audit.get("membership") if isinstance(audit, dict) else None
+    if not isinstance(rows, list) or not all(map(_is_attack, rows)):
+        raise UserError(f"{path} is not an audit of a run; `fcil audit {quoted(folder)}` makes it again")
+    return dict(audit)
+
+
+def _is_attack(row: object) -> bool:
+    texts, numbers = ("images", "attack"), ("value", "low", "high")
+    return (
+        isinstance(row, dict)
+        and all(isinstance(row.get(name), str) for name in texts)
+        and all(_is_number(row.get(name)) for name in numbers)
+    )
 
 
 def _wrong_key(result: dict[str, Any]) -> str | None:

@@ -50,18 +50,22 @@ def test_what_is_wrong_with_serve_is_one_sentence(tmp_path: Path, tls: Path) -> 
     (tmp_path / "hr.toml").write_text('method = "hr"\n')
     (tmp_path / "bad.toml").write_text('method = "hrr"\n')
     (tmp_path / "lost.toml").write_text("lost = 0.5\n")
+    (tmp_path / "true.toml").write_text("seed = true\n")
     for words, expected in (
         ([], "say what to serve"),
         (["none.toml", "--insecure"], "there is no file none.toml"),
         (["bad.toml", "--insecure"], "did you mean 'hr'"),
         (["lost.toml", "--insecure"], "lost is not allowed here"),
+        (["true.toml", "--insecure"], "seed is a whole number"),
         (["hr.toml"], "give the certificates with --tls DIR"),
         (["hr.toml", "--tls", "nowhere"], "there is no certificate"),
         (["hr.toml", "--insecure", "--listen", "here"], "takes HOST:PORT"),
+        (["hr.toml", "--insecure", "--timeout", "nan"], "--timeout nan is not allowed; it takes a number of seconds"),
+        (["hr.toml", "--insecure", "--task-every", "inf"], "--task-every inf is not allowed"),
         (["--resume", "nowhere"], "nowhere does not exist"),
     ):
         assert expected in said(fcil("serve", *words, cwd=tmp_path))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.toml", "hr.toml", "lost.toml", "tls"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.toml", "hr.toml", "lost.toml", "tls", "true.toml"]
 
 
 def test_a_port_in_use_is_said_before_anything_begins(tmp_path: Path, tls: Path) -> None:
@@ -79,12 +83,15 @@ def test_what_is_wrong_with_join_is_one_sentence(tmp_path: Path, tls: Path) -> N
     key = tls / "nodes" / "anna" / "anna.key"
     (tmp_path / "data").mkdir()
     (tmp_path / "no.key").write_text("nothing")
+    (tmp_path / "alone.key").write_bytes(key.read_bytes())
     good = {"--server": "127.0.0.1:9", "--data": "data", "--state": "state", "--key": str(key), "--patience": "0"}
     for change, expected in (
         ({"--server": "nowhere"}, "takes HOST:PORT"),
         ({}, "cannot reach 127.0.0.1:9: Connection refused; is the server running"),
+        ({"--patience": "nan"}, "--patience nan is not allowed; it takes a number of seconds"),
         ({"--data": "missing"}, "there is no folder missing"),
-        ({"--key": "missing.key"}, "there is no certificate ca.crt"),
+        ({"--key": "missing.key"}, "there is no key missing.key; `fcil certs` makes one"),
+        ({"--key": "alone.key"}, "there is no certificate ca.crt"),
         ({"--key": "no.key", "--ca": str(tls / "ca.crt")}, "is not a private key"),
         ({"--key": str(key), "--ca": str(key)}, "is not a readable certificate"),
         ({"--state": "data/file"}, "cannot write to data/file"),
@@ -121,10 +128,32 @@ def test_what_is_wrong_with_certs_is_one_sentence(tmp_path: Path, tls: Path) -> 
     long = f"{'a' * 40}.{'b' * 40}.example.org"
     assert fcil("certs", tmp_path / "long", "--host", long).returncode == 0
     assert "--host is empty" in said(fcil("certs", tmp_path / "none", "--host", ""))
-    assert not (tmp_path / "none" / "ca.crt").exists()
+    assert "--host bad host! is not allowed" in said(fcil("certs", tmp_path / "none", "--host", "bad host!"))
+    assert not (tmp_path / "none").exists()
     assert "--days 9999999 is not allowed" in said(fcil("certs", tmp_path / "none", "--days", "9999999"))
     (tls / "ca.key").write_text("junk")
     assert "ca.key is not a readable key" in said(fcil("certs", tls, "--host", "x.org"))
+
+
+NO_HOSTS = (
+    "bad host!", "example.org:9092", "http://example.org", "-x.org", "x-.org", "x..org", "x.org.", "*.x.org", "x.org\n",
+    "256.1.1.1", "1.2.3", "[::1]", "m\xfcller.org", "a" * 64, ".".join(["a" * 49] * 6), "a/b", " ",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("host", NO_HOSTS)
+def test_what_is_neither_a_host_name_nor_an_address_is_refused(host: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="it takes a host name or an IP address"):
+        make(tmp_path / "tls", ["example.org", host], [], 30)
+    assert not (tmp_path / "tls").exists()
+
+
+@pytest.mark.parametrize("host", ["localhost", "7.example.org", "a-b.c", "my_server", "192.0.2.1", "::1", "3com.com"])
+def test_a_host_name_or_an_address_is_in_the_certificate(host: str, tmp_path: Path) -> None:
+    make(tmp_path / "tls", [host], [], 30)
+    found = x509.load_pem_x509_certificate((tmp_path / "tls" / "server.crt").read_bytes())
+    names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert [str(name.value) for name in names] == [host]
 
 
 def test_a_bad_public_key_is_said_once_and_keeps_no_other_node_out(
@@ -215,19 +244,24 @@ def test_nodes_take_all_folders_that_follow(tmp_path: Path) -> None:
     shown = fcil("status", "run", cwd=tmp_path)
     assert "anna" in shown.stdout and "berta" in shown.stdout and "2 classes so far" in shown.stdout
     assert "is a simulation" in said(fcil("serve", "--resume", "run", cwd=tmp_path))
+    assert "images and memories are its nodes' own" in said(fcil("audit", "run", cwd=tmp_path))
 
 
 def test_what_is_wrong_with_nodes_is_one_sentence(tmp_path: Path) -> None:
     data = digits_into(tmp_path / "anna", (0, 1), 0)
     for words, expected in (
         (["--nodes", tmp_path / "missing"], "there is no folder"),
+        (["--nodes"], "--nodes takes folders of class folders"),
+        (["--nodes", "--seed", "3"], "--nodes takes folders of class folders"),
         (["--nodes", data, "--benchmark", "digits"], "leave out --benchmark"),
         (["--nodes", data, "--set", "partition=lda_equal"], "partition is not allowed here"),
         (["--nodes", data, "--set", "image_size=0"], "image_size=0 is not allowed here"),
         (["--nodes", data, data], "are called 'anna'"),
+        (["--nodes", data, "--set", "norm=group"], "norm=group keeps none"),
         (["--capacity", "4"], "--capacity belongs to --nodes"),
     ):
-        assert expected in said(fcil("run", "finetune", *words, cwd=tmp_path))
+        refused = fcil("run", "mfcl", *words, cwd=tmp_path)
+        assert expected in said(refused) and refused.stdout == "" and not (tmp_path / "runs").exists()
     assert "is not the folder of a deployment" in said(fcil("status", tmp_path))
 
 

@@ -96,3 +96,10 @@ def test_training_images_of_an_earlier_task_go_and_held_out_ones_stay(tmp_path: 
     mine.forget_before(1)
     assert not (tmp_path / "state" / "train-0.safetensors").exists()
     assert [len(answers) for _, answers in mine.tested()] == [held_out]
+
+
+def test_nobody_else_may_look_at_what_arrived(tmp_path: Path) -> None:
+    digits_into(tmp_path / "data", (0, 1), 0, 5)
+    found = arrivals(tmp_path)
+    found.of(0, {"null": 0, "eins": 1})
+    assert list(found.place.iterdir()) and found.place.stat().st_mode & 0o077 == 0

@@ -127,3 +127,8 @@ def test_whatever_is_asked_again_ends_as_if_asked_once(
         life, step = life + 1, data.draw(st.integers(0, step))
     total = value(versions.before(step + 1)) or 0
     assert total == step * (step + 1) // 2 % 256 or total == step * (step + 1) // 2
+
+
+def test_nobody_else_may_look_into_a_memory(tmp_path: Path) -> None:
+    Versions(tmp_path / "memory").apply(Place(1, 0, 4), memory(4))
+    assert (tmp_path / "memory").stat().st_mode & 0o077 == 0
