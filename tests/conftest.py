@@ -1,6 +1,9 @@
 """What many tests need: a tiny scenario on real digits, and runs that do not touch the user's folders."""
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -62,3 +65,12 @@ def in_double() -> Iterator[None]:
 def tiny_plan(method: str, benchmark: Benchmark = TINY, seed: int = 0, **settings: object) -> Plan:
     """A plan on three tasks of two digits each, with three short rounds, unless set otherwise."""
     return plan(method, benchmark, seed=seed, settings={**SHORT, **QUICK.get(method, {}), **settings})
+
+
+def run_apart(method: str, benchmark: str, settings: dict[str, object], out: Path) -> dict:
+    """Run in a process of its own, for the memory it takes: this one still holds what other tests took."""
+    changes = [f"--set={key}={value}" for key, value in settings.items()]
+    words = ["run", method, "--benchmark", benchmark, *changes, "--out", str(out), "--device", "cpu"]
+    done = subprocess.run([sys.executable, "-m", "fcil", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads((out / "result.json").read_text())

@@ -7,6 +7,7 @@ import pytest
 
 from fcil.experiment import run
 from fcil.methods import METHODS
+from tests.conftest import run_apart
 
 pytestmark = pytest.mark.bars
 needs_data = pytest.mark.skipif("FCIL_DATA" not in os.environ, reason="FCIL_DATA names no folder of datasets")
@@ -50,12 +51,12 @@ def test_baselines_forget_less_than_fine_tuning_on_digits(method: str, seed: int
 @needs_data
 def test_cifar100_runs_on_the_cpu_in_four_gibibytes(tmp_path: Path) -> None:
     few = {"rounds": 1, "steps": 1, "test_limit": 10}
-    result = run("joint", "cifar100-10x10", settings=few, out=tmp_path, device="cpu")
+    result = run_apart("joint", "cifar100-10x10", few, tmp_path)
     assert len(result["matrix"]) == 10 and result["peak_memory_bytes"] < 4 * 2**30
 
 
 @needs_data
 def test_tinyimagenet_runs_on_the_cpu_in_four_gibibytes(tmp_path: Path) -> None:
     few = {"tasks": 2, "rounds": 1, "steps": 1, "active": 5}
-    result = run("joint", "tinyimagenet-10x5", settings=few, out=tmp_path, device="cpu")
+    result = run_apart("joint", "tinyimagenet-10x5", few, tmp_path)
     assert len(result["matrix"]) == 2 and result["peak_memory_bytes"] < 4 * 2**30

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fcil.experiment import run
 from fcil.results.ledger import read
+from tests.conftest import run_apart
 
 pytestmark = [
     pytest.mark.data,
@@ -20,7 +20,7 @@ FEW = {"tasks": 2, "rounds": 1, "steps": 1, "batch_size": 8, "test_limit": 5}
     [("cifar100-10x10", {}, 20), ("tinyimagenet-10x5", {"active": 3}, 10), ("glfc-cifar100", {"active": 3}, 20)],
 )
 def test_joint_runs_from_parquet_on_the_cpu(benchmark: str, settings: dict, classes: int, tmp_path: Path) -> None:
-    result = run("joint", benchmark, settings={**FEW, **settings}, out=tmp_path, device="cpu")
+    result = run_apart("joint", benchmark, {**FEW, **settings}, tmp_path)
     assert [len(row) for row in result["matrix"]] == [1, 2]
     assert result["peak_memory_bytes"] < 4 * 2**30
     first, *_, last = read(tmp_path / "ledger.jsonl")
