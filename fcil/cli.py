@@ -10,7 +10,7 @@ import typer
 
 from fcil import __version__, cli_deploy, cli_results
 from fcil.cli_results import Device
-from fcil.errors import UserError, quoted
+from fcil.errors import NO_ROOM, UserError, out_of_memory, quoted
 from fcil.knobs import knobs
 from fcil.methods import DEFAULT, METHODS
 from fcil.scenario import benchmarks as known
@@ -234,9 +234,11 @@ def sweep(
         try:
             _execute(one, one.folder(out), device, workers)
             show_notes(one.folder(out))
-        except UserError as error:
+        except (UserError, MemoryError, RuntimeError) as error:
+            if not isinstance(error, UserError) and not out_of_memory(error):
+                raise
             failed += 1
-            complain(str(error))
+            complain(str(error) if isinstance(error, UserError) else NO_ROOM)
     done = [p.folder(out) for p in plans if finished(p.folder(out), p)]
     if done:
         cli_results.print_comparison(

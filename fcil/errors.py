@@ -4,9 +4,17 @@ import shlex
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+NO_ROOM = "there is not enough memory for this; fewer --workers, a smaller batch_size or network need less"
+
 
 class UserError(Exception):
     """Something the user can mend; the text says what is wrong and what is allowed."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Say whether that is what an error means; torch has words for it and no type, on a CPU and on a GPU."""
+    words = ("can't allocate memory", "out of memory")
+    return isinstance(error, MemoryError) or any(one in str(error) for one in words)
 
 
 def quoted(path: object) -> str:

@@ -158,9 +158,14 @@ def plan(
     return Plan(name, made[2], made[1], made[0], seed, shown, command, source)
 
 
+def settable(kind: type) -> set[str]:
+    """Return the knobs of a config, a protocol or a benchmark."""
+    return knobs(kind).keys() - FIXED.get(kind, set())
+
+
 def turned(bases: Sequence[Any], words: Mapping[str, str], whose: str) -> list[Any]:
     """Turn the knobs of a config, a protocol and a benchmark, or some of them; each is the first's that has it."""
-    homes = [knobs(type(base)).keys() - FIXED.get(type(base), set()) for base in bases]
+    homes = [settable(type(base)) for base in bases]
     values: list[dict[str, str]] = [{} for _ in bases]
     for key, word in words.items():
         owners = [number for number, known in enumerate(homes) if key in known]

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
-from fcil.errors import UserError, quoted, unknown
+from fcil.errors import NO_ROOM, UserError, out_of_memory, quoted, unknown
 from fcil.knobs import Knob
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 typer.core.HAS_RICH = False  # or else it escapes the brackets of its help for HTML, which shows as \[default: 3]
 MOST_SEEDS = 10_000
-NO_ROOM = ("can't allocate memory", "out of memory")  # how torch says so, on a CPU and on a GPU
 console = Console(highlight=False, markup=False, emoji=False)
 errors = Console(highlight=False, markup=False, emoji=False, stderr=True)
 
@@ -86,9 +85,9 @@ def plain_errors() -> Iterator[None]:
             _silence()
         sys.exit(2)
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and not any(words in str(error) for words in NO_ROOM):
+        if not out_of_memory(error):
             raise
-        complain("there is not enough memory for this; fewer --workers, a smaller batch_size or network need less")
+        complain(NO_ROOM)
         sys.exit(2)
     except Exception as error:
         if not hasattr(error, "format_message"):  # what click raises at a wrong option, whichever click typer brings
@@ -111,7 +110,7 @@ def _silence() -> None:
 
 
 def settings_of(words: list[str]) -> dict[str, str]:
-    """Read what was given with --set."""
+    """Read what was given with --set; of a key given twice the last counts."""
     settings: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")

@@ -258,6 +258,12 @@ def test_a_machine_that_is_too_small_says_so(tmp_path: Path) -> None:
     assert "there is not enough memory for this" in said.err and "a smaller batch_size" in said.err
 
 
+def test_a_sweep_goes_on_where_one_run_was_too_large(tmp_path: Path) -> None:
+    said = typed(f"sweep --methods finetune --seeds 0 {TINY} --set batch_size={10**15},8 --workers 1 --out {tmp_path}")
+    assert said.code == 2 and "there is not enough memory for this" in said.err
+    assert "1 of 2 runs did not finish" in said.err and len(list(tmp_path.rglob("result.json"))) == 1
+
+
 def test_training_that_diverges_says_so(tmp_path: Path) -> None:
     said = typed(f"run finetune {TINY} --set lr=1e6 --set clip=0 --set steps=20 --out {tmp_path}/run")
     assert said.code == 2 and said.err.count("\n") == 1

@@ -36,6 +36,12 @@ class Arrival:
     answers: Tensor  # and their labels
 
 
+def check_folder(root: Path) -> None:
+    """Say so where images lie beside each other, of no class; that there is nothing yet is no mistake."""
+    if not any(_listed(root).values()) and images_in(root):
+        raise UserError(f"the images in {root} are of no class; put those of each class into a folder of its name")
+
+
 def inventory(root: Path) -> dict[str, int]:
     """Return how many images of each class lie in a folder, without reading them."""
     return {name: len(files) for name, files in _listed(root).items() if files}

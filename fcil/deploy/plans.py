@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fcil.errors import UserError
+from fcil.errors import UserError, unknown
 from fcil.experiment import setting_of
 from fcil.methods import DEFAULT, method
-from fcil.plan import Plan, plan
-from fcil.scenario.benchmarks import Benchmark
+from fcil.plan import Plan, plan, settable
+from fcil.scenario.benchmarks import Benchmark, Protocol
 from fcil.scenario.memory import NODES
 
 BENCHMARK = Benchmark(
@@ -30,11 +30,14 @@ def deployed(
     name: str, protocol: str | None, seed: int, settings: Mapping[str, Any], capacity: int, command: str = ""
 ) -> Plan:
     """Return the plan of a deployment; what only a simulation decides cannot be set."""
+    if name.endswith(".py"):
+        raise UserError(f"{name} is a file of your own; nodes answer for methods that fcil has: see fcil methods")
+    allowed = settable(type(method(name).config())) | settable(Protocol) | settable(Benchmark)
     for key in settings:
         if key in MEANINGLESS:
             raise UserError(f"{key} is not allowed here: nodes have their own images and come and go as they like")
-    if name.endswith(".py"):
-        raise UserError(f"{name} is a file of your own; nodes answer for methods that fcil has: see fcil methods")
+        if key not in allowed and key != "protocol":
+            raise UserError(f"{name}: {unknown('setting', key, sorted(allowed - {*MEANINGLESS}))}")
     if str(settings.get("dp", "off")) != "central":  # which they would undo
         settings = {"outliers": OUTLIERS, **settings}
     made = plan(name, BENCHMARK, protocol, seed, settings, command)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fcil.deploy import certificates
+from fcil.deploy.folders import check_folder
 from fcil.deploy.processes import (
     Address,
     await_listening,
@@ -94,6 +95,7 @@ class Seat:
         """Say what keeps this node from joining."""
         if not self.data.is_dir():
             raise UserError(f"there is no folder {self.data}; --data is a folder of class folders")
+        check_folder(self.data)
         if self.key is not None:
             certificates.check_key(self.key)
         if self.ca is not None:  # which is looked for beside the key

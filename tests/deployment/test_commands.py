@@ -84,12 +84,15 @@ def test_what_is_wrong_with_join_is_one_sentence(tmp_path: Path, tls: Path) -> N
     (tmp_path / "data").mkdir()
     (tmp_path / "no.key").write_text("nothing")
     (tmp_path / "alone.key").write_bytes(key.read_bytes())
+    (tmp_path / "loose").mkdir()
+    (tmp_path / "loose" / "photo.png").write_text("")
     good = {"--server": "127.0.0.1:9", "--data": "data", "--state": "state", "--key": str(key), "--patience": "0"}
     for change, expected in (
         ({"--server": "nowhere"}, "takes HOST:PORT"),
         ({}, "cannot reach 127.0.0.1:9: Connection refused; is the server running"),
         ({"--patience": "nan"}, "--patience nan is not allowed; it takes a number of seconds"),
         ({"--data": "missing"}, "there is no folder missing"),
+        ({"--data": "loose"}, "the images in loose are of no class; put those of each class into a folder of its name"),
         ({"--key": "missing.key"}, "there is no key missing.key; `fcil certs` makes one"),
         ({"--key": "alone.key"}, "there is no certificate ca.crt"),
         ({"--key": "no.key", "--ca": str(tls / "ca.crt")}, "is not a private key"),
@@ -249,8 +252,11 @@ def test_nodes_take_all_folders_that_follow(tmp_path: Path) -> None:
 
 def test_what_is_wrong_with_nodes_is_one_sentence(tmp_path: Path) -> None:
     data = digits_into(tmp_path / "anna", (0, 1), 0)
+    (tmp_path / "loose").mkdir()
+    (tmp_path / "loose" / "photo.png").write_text("")
     for words, expected in (
         (["--nodes", tmp_path / "missing"], "there is no folder"),
+        (["--nodes", data, tmp_path / "loose"], "are of no class"),
         (["--nodes"], "--nodes takes folders of class folders"),
         (["--nodes", "--seed", "3"], "--nodes takes folders of class folders"),
         (["--nodes", data, "--benchmark", "digits"], "leave out --benchmark"),
@@ -270,6 +276,10 @@ def test_what_only_a_simulation_decides_is_a_knob_of_the_benchmark() -> None:
     for name in MEANINGLESS:
         with pytest.raises(UserError, match="not allowed here"):
             deployed("hr", None, 0, {name: "1"}, 8)
+    with pytest.raises(UserError, match="there is no setting 'rouns'; did you mean 'rounds'") as refused:
+        deployed("hr", None, 0, {"rouns": "1"}, 8)
+    allowed = str(refused.value).partition("allowed: ")[2].split(", ")
+    assert "code_bytes" in allowed and not set(allowed) & set(MEANINGLESS)
 
 
 def test_flower_sends_nothing_home_and_installs_nothing(tmp_path: Path) -> None:
