@@ -1,4 +1,4 @@
-"""What is lost by learning from decoded images: a network learns from codes of several sizes, or from images themselves.
+"""What learning from decoded images costs: a network learns from codes of several sizes, or from the images themselves.
 
 `FCIL_DATA=... python benchmarks/code_sizes.py` fits the codec on the first ten classes of CIFAR-100 (order 1993) and
 trains a small residual network on 250 training images of each of the next forty, decoded. It prints how many of 100
