@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # How the runs of RESULTS.md were made on a borrowed GPU, to which only this folder travels, at most 64 MiB a call:
 #
-#   here    pack               CIFAR-100 of $FCIL_DATA in four parts: carry/part.0 to carry/part.3
-#   there   take N             keep part N, and with part 0 this folder; with part 3 the images are read and cached
+#   here    pack cifar100      a dataset of $FCIL_DATA, or several, in parts: carry/part.0, carry/part.1, ...
+#   there   take N             keep part N, and with part 0 this folder
+#   there   unpack             put the parts together; images are read once, and cached
 #   there   runs LIST K S      the runs of LIST that are missing, K at a time, for S seconds at most; folders come back in $OUT
 #   there   tests              tests/test_cuda.py, its log in $OUT
 #
@@ -14,22 +15,28 @@ export OMP_NUM_THREADS=2 PYTHONUNBUFFERED=1
 
 pack() {
   cd "$(dirname "$0")/../.."
-  mkdir -p carry
-  tar --create --directory "$FCIL_DATA" cifar100 | split --bytes 36MB --numeric-suffixes --suffix-length 1 - carry/part.
+  rm -rf carry && mkdir carry
+  tar --create --directory "$FCIL_DATA" "$@" | split --bytes 36MB --numeric-suffixes --suffix-length 1 - carry/part.
   ls -l carry
 }
 
 take() {
-  mkdir -p "$HOME/mps" "$HOME/parts" "$HOME/data" "$home"
+  mkdir -p "$HOME/mps" "$HOME/parts" "$home"
   mv "carry/part.$1" "$HOME/parts/"
   if [ "$1" = 0 ]; then
     tar --create --exclude ./carry . | tar --extract --directory "$home"
     nvidia-cuda-mps-control -d # several runs share the GPU
   fi
-  if [ "$1" = 3 ]; then
-    cat "$HOME"/parts/part.* | tar --extract --directory "$HOME/data"
-    cd "$home" && FCIL_DATA=$HOME/data python3 -c 'from fcil.scenario.datasets import load; print(len(load("cifar100").train_labels), "images")'
-  fi
+}
+
+unpack() {
+  mkdir -p "$HOME/data"
+  cat "$HOME"/parts/part.* | tar --extract --directory "$HOME/data"
+  cd "$home"
+  for folder in "$HOME"/data/*; do
+    name=$(basename "$folder" -50)
+    FCIL_DATA=$HOME/data python3 -c "from fcil.scenario.datasets import load; print('$name', len(load('$name').train_labels))"
+  done
 }
 
 one() { # when to stop, folder, words of `fcil run`
