@@ -1,8 +1,8 @@
 """What learning from decoded images costs: a network learns from codes of several sizes, or from the images themselves.
 
 `FCIL_DATA=... python benchmarks/code_sizes.py` fits the codec on the first ten classes of CIFAR-100 (order 1993) and
-trains a small residual network on 250 training images of each of the next forty, decoded. It prints how many of 100
-held-out training images of each class are named rightly: as they are, decoded as well, and by the mean of both answers.
+trains a small residual network on 250 training images of each of the next forty, decoded. It prints what percentage of
+100 held-out training images of each is named rightly: as they are, decoded as well, and by the mean of both answers.
 No test image is looked at. It takes half an hour on one core; sizes may be given as arguments, 0 is the image itself.
 """
 
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 def network() -> nn.Sequential:
-    """Return a residual network of seven convolutions."""
+    """Return a residual network with three blocks."""
     return nn.Sequential(
         nn.Conv2d(3, WIDTH, 3, 1, 1, bias=False), nn.BatchNorm2d(WIDTH), nn.ReLU(),
         Block(WIDTH, WIDTH, 1), Block(WIDTH, 2 * WIDTH, 2), Block(2 * WIDTH, 4 * WIDTH, 2),

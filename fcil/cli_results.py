@@ -44,19 +44,21 @@ def table(
     if not runs:
         raise UserError("say which RUNS... to compare, or --hybrids; see: fcil table --help")
     left_out: list[str] = []
-    found = find(runs, None if verify else left_out)
-    for sentence in left_out:
-        complain(f"left out: {sentence}")
+    found = find(runs, left_out)
+    if not verify:
+        for sentence in left_out:
+            complain(f"left out: {sentence}")
     if waiting := unfinished([path for path in runs if path.exists()]):
         how = "go on with" if (waiting[0] / "checkpoint").exists() else "begin again, for want of a checkpoint, with"
         complain(f"{count(len(waiting), 'unfinished run')} left out; {how}: fcil run --resume {quoted(waiting[0])}")
     if verify:
-        wrong = [sentence for run in found for sentence in differences(run.folder)]
+        wrong = [*left_out, *(sentence for run in found for sentence in differences(run.folder))]
         for sentence in wrong:
             console.print(sentence, soft_wrap=True)
         if wrong:
             raise UserError(
-                f"{count(len(wrong), 'difference')} between result and ledger in {count(len(found), 'run')}"
+                f"{count(len(wrong), 'difference')} between result and ledger "
+                f"in {count(len(found) + len(left_out), 'run')}"
             )
         return console.print(f"{count(len(found), 'run')} verified: every result follows from its ledger")
     print_comparison(found, paper, markdown, latex, csv)

@@ -12,8 +12,8 @@ class UserError(Exception):
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Say whether that is what an error means; torch has words for it and no type, on a CPU and on a GPU."""
-    words = ("can't allocate memory", "out of memory")
+    """Say whether that is what an error means: for a CPU torch has words for it and no type."""
+    words = ("can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
     return isinstance(error, MemoryError) or any(one in str(error) for one in words)
 
 
@@ -32,6 +32,6 @@ def unknown(kind: str, name: str, allowed: Iterable[str]) -> UserError:
     """Return the error for a wrong `name`, with the nearest right one first."""
     names = list(allowed)
     near = [known for known in names if name and known.startswith(name)]
-    near = near or get_close_matches(name, names, n=1, cutoff=0.5)
+    near = near or get_close_matches(name, names, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return UserError(f"there is no {kind} {name!r}; {hint}allowed: {', '.join(names)}")

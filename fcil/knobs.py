@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_type_hints
 from fcil.errors import UserError, unknown
 
 T = TypeVar("T")
+WHOLE = 2**53  # whole numbers beyond are no size of anything
 
 
 def knob(
@@ -75,14 +76,16 @@ class Knob:
             return True
         return (
             value == value
-            and abs(value) != float("inf")
+            and abs(value) < (WHOLE if self.kind is int else float("inf"))
             and (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
             and (self.most is None or value <= self.most)
         )
 
     def _refusal(self, value: Any) -> UserError:
-        return UserError(f"{self.name}={value} is not allowed; {self.name} takes {self.allowed}")
+        too_large = self.kind is int and type(value) is int and value >= WHOLE
+        allowed = f"{self.allowed}, below 2^53" if too_large else self.allowed
+        return UserError(f"{self.name}={value} is not allowed; {self.name} takes {allowed}")
 
 
 def knobs(cls: type) -> dict[str, Knob]:

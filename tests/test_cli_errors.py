@@ -282,6 +282,9 @@ def test_the_verifier_names_what_differs(material: Path) -> None:
     assert "final is 1" in said.out and "but the ledger gives" in said.out
     said = typed(f"table {material}/cooked --verify")
     assert "SHA-256 differs" in said.out
+    said = typed(f"table {material}/bad-result {material}/cooked {material}/done --verify")
+    assert "result.json is not readable" in said.out and "SHA-256 differs" in said.out
+    assert "2 differences between result and ledger in 3 runs" in said.err
 
 
 def test_a_sweep_goes_on_after_a_run_that_fails(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fcil.blocks.inversion import LeNet, descended, gradients
 from fcil.blocks.training import weights_of
 from fcil.experiment import Parts, assemble, execute
 from fcil.federation.calls import Call, Question
@@ -99,6 +100,19 @@ def test_a_server_that_replays_its_steps_computes_the_same_bits(monkeypatch: pyt
     other, plain = learned("fedftg", 1, False, iterations=4)
     assert all(step.graph is None for step in other.server.bench.recorded.values())  # type: ignore[attr-defined]
     assert [name for name in plain if not torch.equal(plain[name], replayed[name])] == []
+
+
+def test_a_search_that_is_recorded_goes_the_same_way() -> None:
+    net = LeNet((3, 32, 32), 10).cuda()
+    images, labels = torch.randn(3, 3, 32, 32, device="cuda"), torch.arange(3, device="cuda")
+    sent, start = gradients(net, images, labels), torch.randn(3, 3, 32, 32, device="cuda").flatten(1)
+
+    def off(flat: Tensor) -> Tensor:
+        return (gradients(net, flat.view_as(images), labels) - sent).square().sum(1)
+
+    nothing = torch.zeros(3, device="cuda")
+    plain, recorded = (descended(off, start, nothing, 12, 20, 0.1, 3, record=record) for record in (False, True))
+    assert torch.equal(plain, recorded) and off(plain[-1]).max() < 0.5 * off(start).min()
 
 
 def test_a_graph_serves_all_rounds_and_clients_of_its_kind() -> None:

@@ -69,6 +69,8 @@ def test_text_is_read(name: str, text: str, value: object) -> None:
         ("free", float("nan"), "numbers"),
         ("free", 10**400, "numbers"),
         ("count", "-1", "whole numbers at least 0"),
+        ("count", str(2**53), "whole numbers at least 0, below 2^53"),
+        ("count", 10**21, "whole numbers at least 0, below 2^53"),
         ("count", "1.5", "whole numbers at least 0"),
         ("count", 1.0, "whole numbers at least 0"),
         ("count", True, "whole numbers at least 0"),

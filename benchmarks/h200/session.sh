@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# How the runs of RESULTS.md were made on a borrowed GPU, to which only this folder travels, at most 64 MiB a call:
+# How runs are made on a borrowed GPU, to which only this folder travels, at most 64 MiB a call:
 #
-#   here    pack cifar100      a dataset of $FCIL_DATA, or several, in parts: carry/part.0, carry/part.1, ...
+#   here    pack DATASET...    datasets of $FCIL_DATA in parts: carry/part.0, carry/part.1, ...
 #   there   take N             keep part N, and with part 0 this folder
 #   there   unpack             put the parts together; images are read once, and cached
-#   there   runs LIST K S      the runs of LIST that are missing, K at a time, for S seconds at most; folders come back in $OUT
+#   there   runs LIST K S      the runs of LIST, K at a time, for S seconds at most; their folders come back in $OUT
 #   there   tests              tests/test_cuda.py, its log in $OUT
 #
-# A line of LIST is a folder, and what follows `fcil run`. A run that was cut off goes on where it was.
+# A line of LIST is what follows `fcil run`. A run that was cut off goes on when it is asked for again.
 set -euo pipefail
 home=$HOME/fcil
 export FCIL_CACHE=$HOME/cache CUDA_MPS_PIPE_DIRECTORY=$HOME/mps CUDA_MPS_LOG_DIRECTORY=$HOME/mps
@@ -15,6 +15,7 @@ export OMP_NUM_THREADS=2 PYTHONUNBUFFERED=1
 
 pack() {
   cd "$(dirname "$0")/../.."
+  (cd "${FCIL_DATA:?}" && ls -d "$@")
   rm -rf carry && mkdir carry
   tar --create --directory "$FCIL_DATA" "$@" | split --bytes 36MB --numeric-suffixes --suffix-length 1 - carry/part.
   ls -l carry
@@ -22,11 +23,12 @@ pack() {
 
 take() {
   mkdir -p "$HOME/mps" "$HOME/parts" "$home"
-  mv "carry/part.$1" "$HOME/parts/"
   if [ "$1" = 0 ]; then
+    rm -f "$HOME"/parts/*
     tar --create --exclude ./carry . | tar --extract --directory "$home"
-    nvidia-cuda-mps-control -d # several runs share the GPU
+    nvidia-cuda-mps-control -d || true # several runs share the GPU; it may be there already
   fi
+  mv "carry/part.$1" "$HOME/parts/"
 }
 
 unpack() {
@@ -39,29 +41,33 @@ unpack() {
   done
 }
 
-one() { # when to stop, folder, words of `fcil run`
-  local until=$1 name=$2
-  shift 2
-  local left=$((until - $(date +%s))) out=$HOME/runs/$name
-  [ "$left" -gt 5 ] && [ ! -e "$out/result.json" ] || return 0
-  timeout --signal INT "$left" python3 -m fcil run "$@" --device "${DEVICE:-cuda}" --out "$out" >>"$HOME/runs/$(tr / + <<<"$name").log" 2>&1 ||
-    echo "$name ended with $?"
+one() { # when to stop, words of `fcil run`
+  local left=$(($1 - $(date +%s)))
+  shift
+  local name=$HOME/logs/${*//[^a-z0-9=.-]/_}
+  if [ "$left" -le 5 ] || [ -e "$name.done" ]; then return 0; fi
+  if timeout --signal INT "$left" python3 -m fcil run "$@" --device "${DEVICE:-cuda}" >>"$name.log" 2>&1; then
+    touch "$name.done"
+  else
+    echo "ended with $?: $*"
+  fi
 }
 
 runs() {
   [ -d "$home/fcil" ] || { echo "a fresh machine: take the parts again" && exit 3; }
-  cp "$1" "$home/list.txt" 2>/dev/null || true
-  cd "$home" && mkdir -p "$HOME/runs"
+  cp "$1" "$home/list.txt"
+  cd "$home" && mkdir -p "$HOME/logs" runs
   export FCIL_DATA=$HOME/data
   export -f one
-  grep -v '^#' list.txt | xargs -d '\n' -P "$2" -I {} bash -c "one $(($(date +%s) + $3)) {}"
-  find "$HOME/runs" -name result.json | wc -l
-  tail -q -n 1 "$HOME"/runs/*.log
-  tar --create --gzip --directory "$HOME/runs" --exclude 'checkpoint*' --exclude '*.safetensors' --exclude lock . >"$OUT/runs.tgz"
+  { grep -v -e '^#' -e '^$' list.txt || true; } |
+    xargs --delimiter '\n' --no-run-if-empty --max-procs "$2" -I {} bash -c "one $(($(date +%s) + $3)) {}"
+  tar --create --gzip --exclude 'checkpoint*' --exclude '*.safetensors' --exclude lock runs >"$OUT/runs.tgz"
+  tail -n 1 "$HOME"/logs/*.log || true
 }
 
 tests() {
   cd "$home" && python3 -m pytest -p no:benchmark -q -n 12 tests/test_cuda.py 2>&1 | tee "$OUT/gpu-tests.txt"
 }
 
+[ $# -gt 0 ] || { sed -n '2,10s/^# \?//p' "$0" && exit 2; }
 "$@"

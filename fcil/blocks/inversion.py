@@ -6,11 +6,13 @@ scaled as networks see them, so that the search can begin at a draw from the sta
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fcil.blocks.recorded import Recorded
 from fcil.blocks.training import as_bytes, normal
 from fcil.networks.heads import Normalise
 
@@ -88,7 +90,7 @@ def rebuilt(
         return (gradients(net, flat.view_as(start), labels) - sent).square().sum(1)
 
     enough = NEAR * sent.square().sum(1)
-    return descended(off, start.flatten(1), enough, steps, inner, lr, last).view(-1, *start.shape)
+    return descended(off, start.flatten(1), enough, steps, inner, lr, last, record=True).view(-1, *start.shape)
 
 
 def inverted(
@@ -110,41 +112,85 @@ def inverted(
 
 
 def descended(
-    loss: Callable[[Tensor], Tensor], start: Tensor, enough: Tensor, steps: int, inner: int, lr: float, last: int
-) -> Tensor:
+    loss: Callable[[Tensor], Tensor], start: Tensor, enough: Tensor, steps: int, inner: int, lr: float, last: int,
+    record: bool = False,
+) -> Tensor:  # fmt: skip
     """Move each row of `start` down a loss of its own by L-BFGS; return where all are after each of the last steps.
 
     As PyTorch's optimiser of that name with moves of fixed length, `inner` of them in a step, but every row has a
     curvature of its own and all go at once. A row with a loss that is `enough`, or that would leave all numbers, stays.
+    A loss that is pure tensor code may be recorded: a step is thousands of kernels.
     """
-    x, (value, slope) = start, _slope(loss, start)
-    moves: list[Tensor] = []  # the last ones, with how each turned the slope, and one over their product
-    turns: list[Tensor] = []
-    weights: list[Tensor] = []
-    scale, alive = torch.ones_like(x[:, :1]), (value > enough)[:, None]
-    lowest, waited = value, torch.zeros_like(value)
+    at = _Search.begun(loss, start, enough, lr)
+
+    def work() -> None:
+        _step(loss, at, enough, inner, lr)
+
+    step = Recorded(work, start.device) if record else work
     kept: list[Tensor] = []
-    for step in range(steps):
-        for _ in range(inner):
-            length = lr if moves else lr / slope.abs().sum(1, keepdim=True).clamp_min(1)
-            move = length * _way(slope, moves, turns, weights, scale)
-            move = move * (LONGEST / move.abs().amax(1, keepdim=True).clamp_min(LONGEST))
-            value, there = _slope(loss, x + move)
-            alive = alive & there.isfinite().all(1, keepdim=True) & (move.abs().amax(1, keepdim=True) > STILL)
-            move, turn = torch.where(alive, move, 0.0), torch.where(alive, there - slope, 0.0)
-            bend = (move * turn).sum(1, keepdim=True)
-            real = bend > POSITIVE
-            scale = torch.where(real, bend / turn.square().sum(1, keepdim=True).clamp_min(POSITIVE), scale)
-            moves, turns = [*moves, move][-HISTORY:], [*turns, turn][-HISTORY:]
-            weights = [*weights, torch.where(real, 1 / bend.clamp_min(POSITIVE), 0.0)][-HISTORY:]
-            x, slope, alive = x + move, slope + turn, alive & (value > enough)[:, None]
-        kept = [*kept, x][-last:]
-        waited = torch.where(value < 0.99 * lowest, 0, waited + 1)
-        lowest, alive = torch.minimum(value, lowest), alive & (waited < PATIENCE * max(1, 20 // inner))[:, None]
-        if not alive.any():  # all further ones are the same
-            kept = [*kept, *[x] * (steps - 1 - step)][-last:]
+    for number in range(steps):
+        step()
+        kept = [*kept, at.x.clone()][-last:]
+        if not at.alive.any():  # all further ones are the same
+            kept = [*kept, *[kept[-1]] * (steps - 1 - number)][-last:]
             break
     return torch.stack(kept)
+
+
+@dataclass
+class _Search:
+    """Where a search by L-BFGS is, in tensors that stay where they are."""
+
+    x: Tensor
+    slope: Tensor
+    scale: Tensor  # of the first guess at the inverse curvature
+    length: Tensor  # of the next move
+    alive: Tensor
+    lowest: Tensor  # loss so far
+    waited: Tensor  # steps since then
+    moves: list[Tensor]  # the last ones, with how each turned the slope, and one over their product
+    turns: list[Tensor]
+    weights: list[Tensor]
+
+    @classmethod
+    def begun(cls, loss: Callable[[Tensor], Tensor], start: Tensor, enough: Tensor, lr: float) -> "_Search":
+        value, slope = _slope(loss, start)
+        one = torch.ones_like(start[:, :1])
+        length = lr / slope.abs().sum(1, keepdim=True).clamp_min(1)
+        history = [[torch.zeros_like(like) for _ in range(HISTORY)] for like in (start, start, one)]  # weights of 0
+        alive = (value > enough)[:, None]
+        return cls(start.clone(), slope, one, length, alive, value, torch.zeros_like(value), *history)
+
+    def take(self, **new: Tensor | list[Tensor]) -> None:
+        for name, value in new.items():
+            own = getattr(self, name)
+            for mine, other in zip(own, value, strict=True) if isinstance(own, list) else [(own, value)]:
+                mine.copy_(other)
+
+
+def _step(loss: Callable[[Tensor], Tensor], at: _Search, enough: Tensor, inner: int, lr: float) -> None:
+    """Move so many times, and see whether that was worth it."""
+    x, slope, scale, alive, length = at.x, at.slope, at.scale, at.alive, at.length
+    moves, turns, weights, value = at.moves, at.turns, at.weights, at.lowest
+    for _ in range(inner):
+        move = length * _way(slope, moves, turns, weights, scale)
+        move = move * (LONGEST / move.abs().amax(1, keepdim=True).clamp_min(LONGEST))
+        value, there = _slope(loss, x + move)
+        alive = alive & there.isfinite().all(1, keepdim=True) & (move.abs().amax(1, keepdim=True) > STILL)
+        move, turn = torch.where(alive, move, 0.0), torch.where(alive, there - slope, 0.0)
+        bend = (move * turn).sum(1, keepdim=True)
+        real = bend > POSITIVE
+        scale = torch.where(real, bend / turn.square().sum(1, keepdim=True).clamp_min(POSITIVE), scale)
+        moves, turns = [*moves[1:], move], [*turns[1:], turn]
+        weights = [*weights[1:], torch.where(real, 1 / bend.clamp_min(POSITIVE), 0.0)]
+        x, slope, alive = x + move, slope + turn, alive & (value > enough)[:, None]
+        length = torch.full_like(length, lr)
+    waited = torch.where(value < 0.99 * at.lowest, 0, at.waited + 1)
+    at.take(
+        x=x, slope=slope, scale=scale, length=length, moves=[m.clone() for m in moves],
+        turns=[t.clone() for t in turns], weights=[w.clone() for w in weights], waited=waited,
+        lowest=torch.minimum(value, at.lowest), alive=alive & (waited < PATIENCE * max(1, 20 // inner))[:, None],
+    )  # fmt: skip
 
 
 def perturbed(loss: Callable[[Tensor], Tensor], x: Tensor, steps: int, lr: float, decay: float) -> Tensor:

@@ -7,6 +7,7 @@ node; names of classes and numbers of images do.
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,9 +38,13 @@ class Arrival:
 
 
 def check_folder(root: Path) -> None:
-    """Say so where images lie beside each other, of no class; that there is nothing yet is no mistake."""
-    if not any(_listed(root).values()) and images_in(root):
-        raise UserError(f"the images in {root} are of no class; put those of each class into a folder of its name")
+    """Say so where images lie in no class folder; that there is nothing yet is no mistake."""
+    sorted_in = sum(inventory(root).values())
+    if loose := len(images_in(root)) - sorted_in:
+        advice = "put those of each class into a folder of its name"
+        if not sorted_in:
+            raise UserError(f"the images in {root} are of no class; {advice}")
+        logging.warning("fcil: %d of the images in %s are of no class and not used; %s", loose, root, advice)
 
 
 def inventory(root: Path) -> dict[str, int]:
@@ -107,6 +112,8 @@ class Arrivals:
         tested = {int(slot) for manifest in earlier for slot in manifest.get("tested", {})}
         self.place.mkdir(mode=0o700, parents=True, exist_ok=True)  # its files are images
         trained, held_out, skipped = _sorted_out(self.root, slots, used, tested, self.size)
+        if skipped:
+            logging.warning("fcil: %d files in %s cannot be read as images and are left out", skipped, self.root)
         for file, chosen in zip(self._files(task), (trained, held_out), strict=True):
             write_tensors(file, _stacked(chosen, self.size))
         about = {

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fcil.deploy.folders import check_folder
+from fcil.deploy.folders import check_folder, inventory
 from fcil.deploy.messages import Reply, Request
 from fcil.deploy.node import Node
 from fcil.errors import UserError
@@ -33,4 +33,6 @@ def nodes_of(folders: Sequence[Path], state: Path, device: str) -> list[Node]:
         if not folder.is_dir():
             raise UserError(f"there is no folder {folder}; a node's data is a folder of class folders")
         check_folder(folder)
+    if not any(inventory(folder) for folder in folders):
+        raise UserError("no class folder of these nodes has an image; a node's data is a folder of class folders")
     return [Node(name, folder, state / name, device) for name, folder in zip(names, folders, strict=True)]

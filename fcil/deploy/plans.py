@@ -9,7 +9,7 @@ from typing import Any
 
 from fcil.errors import UserError, unknown
 from fcil.experiment import setting_of
-from fcil.methods import DEFAULT, method
+from fcil.methods import DEFAULT, METHODS, method
 from fcil.plan import Plan, plan, settable
 from fcil.scenario.benchmarks import Benchmark, Protocol
 from fcil.scenario.memory import NODES
@@ -32,6 +32,8 @@ def deployed(
     """Return the plan of a deployment; what only a simulation decides cannot be set."""
     if name.endswith(".py"):
         raise UserError(f"{name} is a file of your own; nodes answer for methods that fcil has: see fcil methods")
+    if name not in METHODS:
+        raise unknown("method", name, METHODS)
     allowed = settable(type(method(name).config())) | settable(Protocol) | settable(Benchmark)
     for key in settings:
         if key in MEANINGLESS:

@@ -122,6 +122,5 @@ def said(line: Mapping[str, Any]) -> str:
     asked = sum(line["total"])
     right = f"{100 * sum(line['correct']) / asked:.1f} %" if asked else "nothing"
     after = f"round {line['round'] + 1}" if line["kind"] == "evaluation" else "learned"
-    return (
-        f"task {line['task'] + 1}, {after}: {right} of {asked} held-out images, {len(line['per_class'])} classes so far"
-    )
+    classes = "1 class" if len(line["per_class"]) == 1 else f"{len(line['per_class'])} classes"
+    return f"task {line['task'] + 1}, {after}: {right} of {asked} held-out images, {classes} so far"

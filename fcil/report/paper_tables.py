@@ -81,7 +81,7 @@ def as_rich(tables: Sequence[PaperTable]) -> Group:
         )  # fmt: skip
         drawn.add_column("method", no_wrap=True)
         for column in made.columns:
-            drawn.add_column(SHORT.get(column, column), justify="right", no_wrap=True)
+            drawn.add_column(SHORT.get(column, column), justify="right", overflow="fold")
         for line in made.lines:
             drawn.add_row(line.name, *map(_narrow, line.ours))
             if any(line.paper):

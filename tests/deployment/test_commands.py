@@ -254,9 +254,11 @@ def test_what_is_wrong_with_nodes_is_one_sentence(tmp_path: Path) -> None:
     data = digits_into(tmp_path / "anna", (0, 1), 0)
     (tmp_path / "loose").mkdir()
     (tmp_path / "loose" / "photo.png").write_text("")
+    (tmp_path / "empty").mkdir()
     for words, expected in (
         (["--nodes", tmp_path / "missing"], "there is no folder"),
         (["--nodes", data, tmp_path / "loose"], "are of no class"),
+        (["--nodes", tmp_path / "empty"], "no class folder of these nodes has an image"),
         (["--nodes"], "--nodes takes folders of class folders"),
         (["--nodes", "--seed", "3"], "--nodes takes folders of class folders"),
         (["--nodes", data, "--benchmark", "digits"], "leave out --benchmark"),
@@ -276,6 +278,9 @@ def test_what_only_a_simulation_decides_is_a_knob_of_the_benchmark() -> None:
     for name in MEANINGLESS:
         with pytest.raises(UserError, match="not allowed here"):
             deployed("hr", None, 0, {name: "1"}, 8)
+    with pytest.raises(UserError, match="there is no method 'hrr'; did you mean 'hr'") as refused:
+        deployed("hrr", None, 0, {}, 8)
+    assert ".py" not in str(refused.value)
     with pytest.raises(UserError, match="there is no setting 'rouns'; did you mean 'rounds'") as refused:
         deployed("hr", None, 0, {"rouns": "1"}, 8)
     allowed = str(refused.value).partition("allowed: ")[2].split(", ")

@@ -3,9 +3,11 @@
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 
-from fcil.deploy.folders import Arrivals, inventory
+from fcil.deploy.folders import Arrivals, check_folder, inventory
+from fcil.errors import UserError
 from tests.deployment.conftest import digits_into
 
 
@@ -82,11 +84,23 @@ def test_a_task_that_begins_anew_with_other_classes_is_read_anew(tmp_path: Path)
     assert set(mine.of(0, {"eins": 0, "null": 1}).labels.tolist()) == {0, 1}
 
 
-def test_unreadable_images_are_left_out(tmp_path: Path) -> None:
+def test_unreadable_images_are_left_out_and_it_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     digits_into(tmp_path / "data", (0,), 0, 10)
     (tmp_path / "data" / "null" / "broken.png").write_bytes(b"no image")
     found = arrivals(tmp_path).of(0, {"null": 0})
     assert len(found.labels) + len(found.answers) == 10
+    assert caplog.messages == [f"fcil: 1 files in {tmp_path / 'data'} cannot be read as images and are left out"]
+
+
+def test_images_of_no_class_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    check_folder(tmp_path)  # there may be nothing yet
+    (tmp_path / "loose.png").write_bytes(b"")
+    with pytest.raises(UserError, match="are of no class"):
+        check_folder(tmp_path)
+    digits_into(tmp_path, (0,), 0, 3)
+    assert caplog.messages == []
+    check_folder(tmp_path)
+    assert len(caplog.messages) == 1 and f"1 of the images in {tmp_path} are of no class" in caplog.messages[0]
 
 
 def test_training_images_of_an_earlier_task_go_and_held_out_ones_stay(tmp_path: Path) -> None:
