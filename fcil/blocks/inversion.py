@@ -121,6 +121,8 @@ def descended(
     curvature of its own and all go at once. A row with a loss that is `enough`, or that would leave all numbers, stays.
     A loss that is pure tensor code may be recorded: a step is thousands of kernels.
     """
+    if record and start.is_cuda:
+        torch.cuda.empty_cache()  # gives back what the graph of the last search had
     at = _Search.begun(loss, start, enough, lr)
 
     def work() -> None:
