@@ -24,6 +24,7 @@ from fcil.records import read_tensors, write_tensors
 from fcil.scenario.images import pixels_of
 from fcil.scenario.sources import folders_in, images_in
 
+LOG = logging.getLogger(__name__)
 HELD_OUT = 10  # one image in so many
 
 
@@ -44,7 +45,7 @@ def check_folder(root: Path) -> None:
         advice = "put those of each class into a folder of its name"
         if not sorted_in:
             raise UserError(f"the images in {root} are of no class; {advice}")
-        logging.warning("fcil: %d of the images in %s are of no class and not used; %s", loose, root, advice)
+        LOG.warning("fcil: images in %s that are of no class, and not used: %d; %s", root, loose, advice)
 
 
 def inventory(root: Path) -> dict[str, int]:
@@ -113,7 +114,7 @@ class Arrivals:
         self.place.mkdir(mode=0o700, parents=True, exist_ok=True)  # its files are images
         trained, held_out, skipped = _sorted_out(self.root, slots, used, tested, self.size)
         if skipped:
-            logging.warning("fcil: %d files in %s cannot be read as images and are left out", skipped, self.root)
+            LOG.warning("fcil: files in %s that cannot be read as images, and are left out: %d", self.root, skipped)
         for file, chosen in zip(self._files(task), (trained, held_out), strict=True):
             write_tensors(file, _stacked(chosen, self.size))
         about = {
