@@ -2,11 +2,13 @@
 
 import json
 import os
+import shlex
 import socket
 import ssl
 import subprocess
 import sys
 import time
+from contextlib import chdir
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from fcil.knobs import knobs
 from fcil.scenario.benchmarks import Benchmark
 from tests.deployment.conftest import digits_into
 from tests.deployment.federation import ROOT
+from tests.typed import Said, typed
 
 
 def fcil(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -46,6 +49,14 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr
 
 
+def refused(*words: str | Path, cwd: Path) -> Said:
+    """Type a command, in this process, that must be refused in one sentence."""
+    with chdir(cwd):
+        done = typed(shlex.join(map(str, words)))
+    assert done.code == 2 and done.err.count("\n") == 1, done
+    return done
+
+
 def test_what_is_wrong_with_serve_is_one_sentence(tmp_path: Path, tls: Path) -> None:
     (tmp_path / "hr.toml").write_text('method = "hr"\n')
     (tmp_path / "bad.toml").write_text('method = "hrr"\n')
@@ -64,7 +75,7 @@ def test_what_is_wrong_with_serve_is_one_sentence(tmp_path: Path, tls: Path) -> 
         (["hr.toml", "--insecure", "--task-every", "inf"], "--task-every inf is not allowed"),
         (["--resume", "nowhere"], "nowhere does not exist"),
     ):
-        assert expected in said(fcil("serve", *words, cwd=tmp_path))
+        assert expected in refused("serve", *words, cwd=tmp_path).err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.toml", "hr.toml", "lost.toml", "tls", "true.toml"]
 
 
@@ -101,9 +112,9 @@ def test_what_is_wrong_with_join_is_one_sentence(tmp_path: Path, tls: Path) -> N
     ):
         (tmp_path / "data" / "file").write_text("")
         words = [word for pair in {**good, **change}.items() for word in pair]
-        assert expected in said(fcil("join", *words, cwd=tmp_path))
+        assert expected in refused("join", *words, cwd=tmp_path).err
     words = [word for name, value in good.items() if name != "--key" for word in (name, value)]
-    assert "give this node's key with --key" in said(fcil("join", *words, cwd=tmp_path))
+    assert "give this node's key with --key" in refused("join", *words, cwd=tmp_path).err
 
 
 def test_an_expired_certificate_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,8 +279,8 @@ def test_what_is_wrong_with_nodes_is_one_sentence(tmp_path: Path) -> None:
         (["--nodes", data, "--set", "norm=group"], "norm=group keeps none"),
         (["--capacity", "4"], "--capacity belongs to --nodes"),
     ):
-        refused = fcil("run", "mfcl", *words, cwd=tmp_path)
-        assert expected in said(refused) and refused.stdout == "" and not (tmp_path / "runs").exists()
+        done = refused("run", "mfcl", *words, cwd=tmp_path)
+        assert expected in done.err and done.out == "" and not (tmp_path / "runs").exists()
     assert "is not the folder of a deployment" in said(fcil("status", tmp_path))
 
 
