@@ -234,11 +234,9 @@ def sweep(
         try:
             _execute(one, one.folder(out), device, workers)
             show_notes(one.folder(out))
-        except (UserError, MemoryError, RuntimeError) as error:
-            if not isinstance(error, UserError) and not out_of_memory(error):
-                raise
+        except UserError as error:
             failed += 1
-            complain(str(error) if isinstance(error, UserError) else NO_ROOM)
+            complain(str(error))
     done = [p.folder(out) for p in plans if finished(p.folder(out), p)]
     if done:
         cli_results.print_comparison(
@@ -358,6 +356,10 @@ def _execute(
             sys.exit(130)
         complain(f"stopped; the same command goes on, and so does: fcil run --resume {quoted(folder)}")
         sys.exit(130)
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        raise UserError(NO_ROOM) from None
     finally:
         lines.close()  # type: ignore[attr-defined]
 

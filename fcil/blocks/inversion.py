@@ -164,6 +164,7 @@ class _Search:
         return cls(start.clone(), slope, one, length, alive, value, torch.zeros_like(value), *history)
 
     def take(self, **new: Tensor | list[Tensor]) -> None:
+        """Copy what is new into place; what moves up in a list comes from a place that is not yet written."""
         for name, value in new.items():
             own = getattr(self, name)
             for mine, other in zip(own, value, strict=True) if isinstance(own, list) else [(own, value)]:
@@ -189,8 +190,7 @@ def _step(loss: Callable[[Tensor], Tensor], at: _Search, enough: Tensor, inner: 
         length = torch.full_like(length, lr)
     waited = torch.where(value < 0.99 * at.lowest, 0, at.waited + 1)
     at.take(
-        x=x, slope=slope, scale=scale, length=length, moves=[m.clone() for m in moves],
-        turns=[t.clone() for t in turns], weights=[w.clone() for w in weights], waited=waited,
+        x=x, slope=slope, scale=scale, length=length, moves=moves, turns=turns, weights=weights, waited=waited,
         lowest=torch.minimum(value, at.lowest), alive=alive & (waited < PATIENCE * max(1, 20 // inner))[:, None],
     )  # fmt: skip
 
