@@ -32,7 +32,7 @@ TOPICS = (
 HR_ON_CIFAR = {  # as RESULTS.md calls a run, and its folder
     "hr": "hr", "hr-no-kd": "hr-no-kd", "hr-no-global": "hr-no-global", "hr-rfa": "hr-rfa", "hr-mini": "hr-mini",
     "hr, exemplars=raw: 40 images in the same bytes": "hr,exemplars=raw",
-    "hr-no-latents, its new images still decoded": "hr-no-latents", "hr-literal": "hr-literal",
+    "hr-no-latents": "hr-no-latents", "hr-literal": "hr-literal", "hr-perfect, an image for each code": "hr-perfect",
     "hr, memory_scope=client": "hr,memory_scope=client",
     "hr-perfect, memory_scope=client": "hr-perfect,memory_scope=client",
 }  # fmt: skip
@@ -90,7 +90,7 @@ def test_its_numbers_on_cifar_are_those_of_the_runs() -> None:
     (short,) = (section for section in sections if section.protocol == "short")
     rows = {row.method: row for row in short.rows if not row.settings}
     best, forgetting = row_of("HR is best")[2], row_of("Less forgetting")[2]
-    assert f"hr {rows['hr'].final.mean:.1f} and hr-literal {rows['hr-literal'].final.mean:.1f}" in best
+    assert f"hr {rows['hr'].final} and hr-literal {rows['hr-literal'].final.mean:.1f} (one seed)" in best
     assert f"finetune has {rows['finetune'].final} and joint {rows['joint'].final} (two seeds)" in best
     for method in ("hr", "hr-literal", "finetune"):
         assert f"{method} {rows[method].forgetting.mean:.1f}" in forgetting.partition("CIFAR")[2], method
@@ -197,4 +197,46 @@ def test_the_table_on_cifar100_is_that_of_the_runs() -> None:
         assert cells[11] == f"{sum(last[:-1]) / len(last[:-1]):.1f} / {last[-1]:.1f}", name
         assert cells[12:] == [f"{result['forgetting']:.1f}", f"{result['memory_bytes']:,}"], name
         found += 1
-    assert found == len(HR_ON_CIFAR) == 10
+    assert found == len(HR_ON_CIFAR) == 11
+
+
+def test_the_tables_of_seeds_code_sizes_long_sequences_and_clients_that_differ_are_those_of_the_runs() -> None:
+    text = (ROOT / "RESULTS.md").read_text().partition("### CIFAR-100\n")[2].partition("How the knobs were")[0]
+    lines = [[cell.strip(" *`") for cell in line.strip("| ").split(" | ")] for line in text.splitlines()]
+    cells = {tuple(line) for line in lines}
+
+    def of(folder: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((ROOT / "results" / folder / "result.json").read_text())
+        return found
+
+    def ends(result: dict[str, Any]) -> list[str]:
+        last = result["matrix"][-1]
+        return [f"{sum(last[:-1]) / len(last[:-1]):.1f} / {last[-1]:.1f}", f"{result['forgetting']:.1f}"]
+
+    (short,) = (one for one in compare(find([ROOT / "results/cifar100-10x10"])).sections if one.protocol == "short")
+    means = {row.label: str(row.final) for row in short.rows}
+    for name, label in (("hr", "hr"), ("hr, memory_scope=client", "hr (memory_scope=client)"),
+                        ("hr-perfect, memory_scope=client", "hr-perfect (memory_scope=client)")):  # fmt: skip
+        folder = "cifar100-10x10/" + name.replace(", ", ",")
+        finals = [f"{of(f'{folder}/{seed}')['final']:.1f}" for seed in range(3)]
+        assert any([*finals, means[label]] == line[1:] for line in lines), name
+    for size, decibels in ((32, 21.30), (77, 24.17), (154, 27.24), (614, 37.29)):
+        run = of(f"cifar100-10x10/hr,code_bytes={size}/0")
+        (line,) = (line for line in lines if line[0] == str(size) and len(line) == 7)
+        assert line[1] == f"{decibels:.2f}" == f"{_psnr(f'hr,code_bytes={size}'):.2f}"
+        assert int(line[2].partition(":")[0].replace(",", "")) == run["memory_bytes"] // size
+        assert line[3:] == [f"{run['memory_bytes']:,}", f"{run['final']:.1f}", *ends(run)]
+    for method in ("joint", "hr", "finetune"):
+        run = of(f"cifar100-20x5/{method}/0")
+        some = [f"{run['overall'][task - 1]:.1f}" for task in (1, 2, *range(4, 21, 2))]
+        assert any((method, *some, *ends(run)) == line[:14] for line in cells), method
+    for method in ("hr", "hr-no-global"):
+        run = of(f"cifar100-10x10/{method},alpha=0.1/0")
+        assert (method, *(f"{value:.1f}" for value in run["overall"]), *ends(run)) in cells, method
+
+
+def _psnr(folder: str) -> float:
+    """Return what the last task line of a run on CIFAR-100 says of its codes."""
+    lines = (ROOT / "results/cifar100-10x10" / folder / "0/ledger.jsonl").read_text().splitlines()
+    found: float = [line for line in map(json.loads, lines) if line["kind"] == "task"][-1]["measured"]["psnr"]
+    return found

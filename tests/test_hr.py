@@ -36,12 +36,13 @@ from fcil.results.ledger import read
 from fcil.scenario.benchmarks import BENCHMARKS, Benchmark
 from fcil.scenario.scenario import Scenario
 from fcil.scenario.tasks import LocalData
+from fcil.seeds import seed_of
 from tests.conftest import TINY, tiny_plan
 
 ABLATIONS = [name for name, entry in METHODS.items() if entry.module == hr.__name__ and entry.preset]
 SKEWED = replace(TINY, alpha=0.05, train_limit=40, test_limit=20)  # most clients miss a class
 FEW = replace(SKEWED, clients=12, active=4, train_limit=4, alpha=1.0)  # eight images of a task for twelve clients
-QUICK = {"rounds": 2, "steps": 2, "align_steps": 300}
+QUICK = {"rounds": 2, "steps": 2, "align_steps": 300, "lifelike": 0.0}  # so short a run knows no image
 REST = 2 ** (1 / 6)
 SIZE = 12  # bytes of a code of an 8x8 image
 NOT_HERE = {  # lines of Algorithm 2 that hr may say it has not
@@ -643,6 +644,107 @@ def test_the_pool_is_the_same_in_all_rounds_of_a_task() -> None:
         assert all(torch.equal(one, other) for pool in rest for one, other in zip(first, pool, strict=True))
 
 
+# -- which made-up images stand beside codes --------------------------------------------------------------------------
+
+
+def replayed_where(lifelike: float, known: dict[int, float], memory: Memory | None = None) -> set[int]:
+    """The classes of the pool of `mixed()` where the encoder knew such shares of what was made up of them."""
+    asked = mixed()
+    message = copy.copy(asked.message)
+    message.lifelike = torch.tensor([known.get(j, 0.0) for j in range(len(message.seen))])
+    pool = client(lifelike=lifelike).interleaved(
+        asked.memory if memory is None else memory, replace(asked.data, cache={}), message, torch.Generator()
+    )
+    return set(pool.labels.tolist())
+
+
+def test_beside_codes_classes_are_made_up_only_if_their_images_were_known() -> None:
+    asked = mixed()
+    absent = set(asked.data.task.old) - set(asked.memory.codes)
+    present = {*asked.data.classes(), *asked.memory.codes}
+    assert absent and present
+    for j in absent:
+        assert replayed_where(0.8, {j: 0.8}) == present | {j}
+        assert replayed_where(0.8, {j: 0.79}) == present
+    assert replayed_where(0.0, {}) == present | absent
+
+
+def test_where_no_code_is_kept_everything_is_made_up_however_little_of_it_was_known() -> None:
+    assert replayed_where(1.0, {}, Memory()) == {*mixed().data.classes(), *mixed().data.task.old}
+
+
+@pytest.mark.parametrize("task", [0, 1, 2])
+def test_the_server_counts_what_the_encoder_knows_of_what_it_makes_up(task: int) -> None:
+    of, new = run(), (2 * task, 2 * task + 1)
+    model = of.models[task]
+    draws = torch.Generator().manual_seed(seed_of("judged", task))
+    made = hr.made_up(of.codec, 32, model, new, 64, draws)
+    net = encoder(of, model.weights)
+    for j in new:
+        known = (nearest(codes_of(net, made[j]), model.centroids, model.seen).argmax(1) == j).float().mean()
+        assert model.lifelike[j] == known
+    if task:
+        assert torch.equal(model.lifelike[: 2 * task], of.models[task - 1].lifelike[: 2 * task]), "once is enough"
+    assert not model.lifelike[2 * task + 2 :].any()
+    shares = model.lifelike[: 2 * task + 2]
+    assert of.task_lines[task]["measured"]["lifelike"] == pytest.approx(shares.mean().item())
+
+
+def test_on_digits_made_up_images_are_known() -> None:
+    parts, last = on_digits("hr")
+    assert last["measured"]["lifelike"] > 0.8 and parts.server.state.lifelike.min() > 0.5
+
+
+def test_without_global_replay_nothing_is_counted() -> None:
+    of = run("hr-no-global")
+    assert [line["measured"]["lifelike"] for line in of.task_lines] == [None] * 3
+    assert not of.models[-1].lifelike.any()
+
+
+# -- new images as they are -------------------------------------------------------------------------------------------
+
+
+def test_a_share_of_new_images_is_seen_as_it_is_and_the_others_weigh_more() -> None:
+    of, seen = run(whole=0.5), []
+    for asked in of.of("train"):
+        images, whole = asked.data.images, asked.pool.extra["whole"]
+        own, rest = whole[: len(images)], whole[len(images) :]
+        decoded = through(of, images)
+        expected = torch.where(own[:, None, None, None], images, decoded)
+        assert torch.equal(asked.pool.images[: len(images)], expected) and not rest.any()
+        weight = torch.where(own | ~torch.tensor(bool(asked.task)), 1.0, 2**0.5)
+        assert torch.allclose(asked.pool.extra["weight"][: len(images)], weight)
+        assert (asked.pool.extra["weight"][len(images) :] == 1).all()
+        seen.append(own)
+    assert 0.3 < torch.cat(seen).float().mean() < 0.7
+
+
+@pytest.mark.parametrize("settings", [{}, {"whole": 0.5, "one_domain": False}], ids=str)
+def test_no_image_is_set_apart_unless_others_are_decoded(settings: dict[str, Any]) -> None:
+    assert not any(asked.pool.extra["whole"].any() for asked in run(**settings).of("train"))
+    perfect = run("hr-perfect", **{**settings, "whole": 0.5})
+    assert not any(asked.pool.extra["whole"].any() for asked in perfect.of("train"))
+
+
+@pytest.mark.parametrize("how", ["pull", "softmax"])
+def test_images_seen_as_they_are_say_which_new_class_and_not_that_it_is_new(how: str) -> None:
+    batch, nets = mixed_batch(only_old=False), apart()
+    batch = replace(batch, extra={**batch.extra, "whole": torch.ones(len(batch.labels), dtype=torch.bool)})
+    new, p = sorted(mixed().data.task.new), mixed().message.centroids.double()
+    with torch.no_grad():
+        z = nets["net"](batch.images)[0].double()
+    if how == "pull":  # two new classes differ along one line
+        line = (p[new[0]] - p[new[1]]) / torch.linalg.vector_norm(p[new[0]] - p[new[1]])
+        expected = 0.3 * ((z - p[batch.labels]) @ line) ** 2
+    else:
+        held = [j for j in new if j in set(mixed().pool.labels.tolist())]
+        scores = -(distances(z, p[held]) ** 2) / 1.7
+        own = torch.tensor([held.index(j) for j in batch.labels.tolist()])
+        expected = -scores.log_softmax(1)[torch.arange(len(own)), own]
+    found = loss(nets, batch, loss=how, pull=0.3, temperature=1.7, whole=0.5)
+    assert found.item() == pytest.approx(expected.mean().item(), rel=1e-4, abs=1e-7)
+
+
 # -- the loss ---------------------------------------------------------------------------------------------------------
 
 
@@ -661,7 +763,7 @@ def mixed_batch(only_old: bool | None = None, made_weight: float = 1.0) -> Batch
     index = index if only_old is None else index[old[index] == only_old]
     assert len(index) >= 6
     made = pool.extra["made"][index]
-    extra = {"made": made, "weight": torch.where(made, made_weight, 1.0)}
+    extra = {"made": made, "weight": torch.where(made, made_weight, 1.0), "whole": torch.zeros_like(made)}
     return Batch(pool.images[index].float() / 255, pool.labels[index], torch.Generator(), extra)
 
 
@@ -682,7 +784,8 @@ def apart() -> dict[str, nn.Module]:
 
 
 def given(**settings: Any) -> Given:
-    return client(**settings).given(mixed().pool, mixed().data.task, mixed().message)
+    data = replace(mixed().data, cache={})
+    return client(**settings).given(mixed().pool, data, mixed().message)
 
 
 def loss(nets: dict[str, nn.Module], batch: Batch, **settings: Any) -> Tensor:
@@ -793,7 +896,11 @@ def test_made_up_images_weigh_what_is_set_or_as_much_as_there_is_to_make_up() ->
     assert len(shares) > 1 and all(0.0 < share < 1.0 for share in shares)
 
 
-@pytest.mark.parametrize("settings", [{"loss": "softmax"}, {"balance": 1.0}, {"made_weight": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{"loss": "softmax"}, {"balance": 1.0}, {"made_weight": 0.1}, {"lifelike": 1.0}, {"whole": 0.5}],
+    ids=str,
+)
 def test_these_knobs_move_a_run(settings: dict[str, Any]) -> None:
     other = run(**settings, tasks=2)
     assert all(tensor.isfinite().all() for tensor in flatten(other.models[-1]).values())
@@ -1074,7 +1181,7 @@ def test_the_ledger_has_the_signal_to_noise_ratio_of_codes(kind: str) -> None:
     for task, line in enumerate(of.task_lines):
         images = torch.cat([a.data.images for a in of.of("remember", task)])
         off = (through(of, images).double() - images.double()).square().mean().item()
-        assert len(images) == 80 and line["measured"].keys() == {"psnr"}
+        assert len(images) == 80 and line["measured"].keys() == {"psnr", "lifelike"}
         assert line["measured"]["psnr"] == pytest.approx(20 * math.log10(255) - 10 * math.log10(off), abs=1e-3)
         assert of.models[task].error[1] == images.numel()
 
@@ -1086,11 +1193,12 @@ def test_there_is_nothing_to_measure_where_nobody_answers() -> None:
 
 
 def test_the_ledger_says_what_codes_lose_though_new_images_do_not_pass_the_codec() -> None:
-    assert run(one_domain=False).task_lines[0]["measured"] == run().task_lines[0]["measured"]
+    raw, decoded = (of.task_lines[0]["measured"]["psnr"] for of in (run(one_domain=False), run()))
+    assert raw == decoded is not None
 
 
 def test_there_is_no_noise_where_images_are_kept_as_they_are() -> None:
-    assert [line["measured"] for line in run("hr-perfect").task_lines] == [{"psnr": None}] * 3
+    assert [line["measured"]["psnr"] for line in run("hr-perfect").task_lines] == [None] * 3
 
 
 # -- what it is for ---------------------------------------------------------------------------------------------------

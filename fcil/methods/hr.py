@@ -27,6 +27,9 @@ from fcil.knobs import knob
 from fcil.method import Batch, Clients, Exposed, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
 from fcil.records import ByClass, Update, Weights, record
 from fcil.scenario.tasks import LocalData, Task, mask
+from fcil.seeds import seed_of
+
+JUDGED = 64  # images made up of a class to see whether they are like it
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,10 @@ class Config:
     one_domain: bool = knob(
         True, "new images pass the codec, too, before they are trained on; or are made up, where all replay is"
     )
+    whole: float = knob(
+        0.0, "share of new images seen as they are; they say which new class they are of, not that it is new",
+        least=0, most=0.9,
+    )  # fmt: skip
     exemplars: str = knob(
         "codes", "what is kept: codes; raw images that fit; images, one for each code (hr-perfect); nothing",
         choices=("codes", "raw", "images", "none"),
@@ -63,6 +70,9 @@ class Config:
     distill: float = knob(0.1, "weight of line 20 beside the pull: the old encoder keeps old classes in place", least=0)
     new_share: float = knob(0.2, "least share of a step's images that are of new classes", least=0, most=0.99)
     global_replay: bool = knob(True, "line 9: make up images of classes that the client has no code of")
+    lifelike: float = knob(
+        0.8, "least share of a class's made-up images that the encoder must know for use beside codes", least=0, most=1
+    )
     tied: int = knob(
         32, "leading numbers of a code that are made up as they vary together, and contrast; 0: each by itself", least=0
     )
@@ -86,6 +96,7 @@ class Model:
     means: ByClass  # of each class: the mean of what codes keep of its images, and the deviation
     deviations: ByClass
     roots: ByClass  # and of the covariance of the leading numbers the root
+    lifelike: Tensor  # of each class the share of made-up images that the encoder knew when it had just learned it
     error: Tensor  # of the last task's images: the codec's squared error, summed, and over how many numbers
 
 
@@ -114,6 +125,8 @@ class Given:
     centroids: Tensor
     old: Tensor  # classes that the old encoder knows, as a mask
     held: Tensor  # classes that the client replays or has at hand, likewise
+    new: Tensor  # classes that come with the task, likewise
+    between: Tensor  # projects onto the differences of their centroids; in the first task onto everything
     weight: Tensor  # of an image in the loss, by its class
 
 
@@ -128,11 +141,13 @@ class Server:  # Algorithm 1
     """Has the codec fitted, places the centroids of new classes, and averages what the clients train."""
 
     def __init__(self, config: Config, setting: Setting):  # 1
-        self.config, self.codec = config, codec_of(config, setting)
+        self.config, self.codec, self.device = config, codec_of(config, setting), torch.device(setting.device)
         latent, capacity = latent_size(config, setting), setting.capacity
+        self.net = setting.encoder(latent)
         self.state = Model(
-            weights_of(setting.encoder(latent)), {}, torch.zeros(capacity, latent), mask((), capacity),  # 3
-            weights_of(self.codec.net) if isinstance(self.codec, LearnedCodec) else {}, {}, {}, {}, torch.zeros(2),
+            weights_of(self.net), {}, torch.zeros(capacity, latent), mask((), capacity),  # 3
+            weights_of(self.codec.net) if isinstance(self.codec, LearnedCodec) else {}, {}, {}, {},
+            torch.zeros(capacity), torch.zeros(2),
         )  # fmt: skip
 
     def broadcast(self) -> Model:
@@ -154,6 +169,7 @@ class Server:  # Algorithm 1
         replies = clients.ask(clients.everyone(), Client.remember, Fitted(self.state.codec))
         error = replies.sum("error")
         self.state.error = torch.zeros(2) if error is None else error  # 17
+        self.state.lifelike = self.judged(task)
 
     def train_codec(self, clients: Clients) -> Iterator[None]:
         """Train a codec that is learned, by federated averaging."""
@@ -171,10 +187,26 @@ class Server:  # Algorithm 1
         means, deviations, roots = making.moments(firsts, seconds, counts, leading, task.new)
         s.means, s.deviations, s.roots = s.means | means, s.deviations | deviations, s.roots | roots
 
+    @torch.no_grad()
+    def judged(self, task: Task) -> Tensor:
+        """Make up images of the new classes, of which the encoder has seen none, and see how many it knows."""
+        c, s, draws = self.config, self.state, torch.Generator().manual_seed(seed_of("judged", task.index))
+        made = made_up(self.codec, c.tied, s, task.new, JUDGED, draws) if c.global_replay else {}
+        net, centroids = loaded(self.net.to(self.device), s.weights), s.centroids.to(self.device)
+        lifelike = s.lifelike.cpu().clone()
+        for j, images in made.items():
+            scores = placing.scores(net(images.to(self.device))[0], centroids, 1.0)
+            lifelike[j] = (masked(scores, s.seen.to(self.device)).argmax(1) == j).float().mean().cpu()
+        return lifelike
+
     def measured(self) -> dict[str, float | None]:
-        """Say how near to the last task's images their decoded codes are: the peak signal-to-noise ratio in dB."""
+        """Say how near to the last task's images decoded codes are, in dB, and what share of made-up ones is known."""
         error, numbers = self.state.error.tolist()
-        return {"psnr": 10 * math.log10(255**2 * numbers / error) if error else None}
+        lifelike = self.state.lifelike[self.state.seen.to(self.state.lifelike.device)]
+        return {
+            "psnr": 10 * math.log10(255**2 * numbers / error) if error else None,
+            "lifelike": float(lifelike.mean()) if self.config.global_replay and len(lifelike) else None,
+        }
 
 
 class Client:  # Algorithm 2
@@ -186,6 +218,7 @@ class Client:  # Algorithm 2
         self.config, self.setting, self.codec = config, setting, codec_of(config, setting)
         self.net, self.old = (setting.encoder(latent_size(config, setting)) for _ in range(2))  # 1
         self.keeper = RawCodec(setting.shape) if config.exemplars in ("raw", "images") else self.codec
+        self.whole = config.whole if config.one_domain and self.keeper is self.codec else 0.0
         self.at_once = max(1, 2**17 // math.prod(setting.shape[1:]))  # images through a network at a time
 
     def networks(self) -> dict[str, nn.Module]:
@@ -214,7 +247,7 @@ class Client:  # Algorithm 2
         load = {"net": message.weights} | ({"old": message.old_weights} if message.old_weights else {})  # 12
         pool = data.cached("interleaved", lambda generator: self.interleaved(memory, data, message, generator))
         trained = yield Fit(
-            self.loss, load, ("net",), pool, self.config.lr, self.given(pool, data.task, message),
+            self.loss, load, ("net",), pool, self.config.lr, self.given(pool, data, message),
             new_share=self.config.new_share,
         )  # fmt: skip  # 15-17, 22-25
         own = data.cached("own", lambda _: int((~pool.extra["made"]).sum()))  # made-up ones are no reason to weigh more
@@ -228,14 +261,29 @@ class Client:  # Algorithm 2
         kept = keeping.recalled(self.keeper, message.codec, replay)  # 5-7
         number = c.made_up or making.usual_number(memory.codes, data)
         absent = making.absent(data, kept) if c.global_replay and number else []  # 8
+        if kept:  # beside codes the network would learn which is which
+            lifelike = message.lifelike.tolist()
+            absent = [j for j in absent if lifelike[j] >= c.lifelike]
         all_made = bool(absent) and not kept
         new = self.alike(all_made, data, message, generator) if c.one_domain else data.images  # 4
         made = self.made_up(absent, number, message, generator)  # 9
+        fresh = torch.isin(data.labels, torch.tensor(data.task.new).to(data.labels))
+        whole = self.drawn_whole(fresh, generator)
+        new = torch.where(whole[:, None, None, None], data.images, new)
         images = torch.cat([new, *kept.values(), *made.values()])  # 10, 11
         labels = torch.cat([data.labels, keeping.labels_of(kept | made).to(data.labels)])
         is_made = torch.arange(len(images), device=labels.device) >= len(images) - number * len(made)
-        weight = c.made_weight or len(made) / max(1, len(data.task.old))
-        return Pool(images, labels, extra={"made": is_made, "weight": torch.where(is_made, weight, 1.0)})
+        weight = torch.where(is_made, c.made_weight or len(made) / max(1, len(data.task.old)), 1.0)
+        if data.task.old:  # that a class is new only the others say
+            weight[: len(new)] *= torch.where(fresh & ~whole, (1 - self.whole) ** -0.5, 1.0)
+        whole = nn.functional.pad(whole, (0, len(images) - len(new)))
+        return Pool(images, labels, extra={"made": is_made, "whole": whole, "weight": weight})
+
+    def drawn_whole(self, fresh: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw which images of new classes are seen as they are."""
+        if not self.whole:
+            return torch.zeros_like(fresh)
+        return fresh & (torch.rand(len(fresh), generator=generator, device=fresh.device) < self.whole)
 
     def alike(self, all_made: bool, data: LocalData, message: Model, generator: torch.Generator) -> Tensor:
         """Return the task's images as old ones look: decoded, or made up where all that is replayed is."""
@@ -247,27 +295,29 @@ class Client:  # Algorithm 2
         return new
 
     def made_up(self, classes: Iterable[int], number: int, message: Model, generator: torch.Generator) -> ByClass:
-        """Draw so many images of each class whose moments are known."""
-        m, known = message, [j for j in classes if j in message.means]
-        leading = making.leading(self.codec, m.codec, self.config.tied)
-        numbers = making.drawn(m.means, m.deviations, m.roots, leading, known, number, generator)
-        return making.pictures_of(self.codec, m.codec, numbers)
+        return made_up(self.codec, self.config.tied, message, classes, number, generator)
 
-    def given(self, pool: Pool, task: Task, message: Model) -> Given:
+    def given(self, pool: Pool, data: LocalData, message: Model) -> Given:
         """Say what the loss has to know of the classes."""
+        task = data.task
         counts = torch.bincount(pool.labels, minlength=len(message.seen)).to(message.centroids)
         weight = counts.clamp_min(1) ** -self.config.balance
         weight = weight * counts.sum() / (weight * counts).sum().clamp_min(1)  # 1 on average
-        return Given(message.centroids, mask(task.old, len(counts)), counts > 0, weight)
+        between = data.cached("between", lambda _: placing.between(message.centroids, task))
+        old, new = mask(task.old, len(counts)), mask(task.new, len(counts))
+        return Given(message.centroids, old, counts > 0, new, between, weight)
 
     def loss(self, nets: Nets, batch: Batch, given: Given) -> Tensor:  # 18
         """Eq. 7 without its reconstruction, which is the codec's, and line 20 where the old encoder knows the class."""
         c, old = self.config, nets.get("old")
         z = nets["net"](batch.images)[0]
+        whole = batch.extra["whole"][:, None]
         if c.loss == "pull":
-            each = c.pull * squared_error(z, given.centroids[batch.labels])  # 19
+            off = z - given.centroids[batch.labels]
+            each = c.pull * torch.where(whole, placing.projected(off, given.between), off).square().sum(1)  # 19
         else:
-            logits = masked(placing.scores(z, given.centroids, c.temperature), given.held)
+            among = given.new | ~given.old.any() | ~whole
+            logits = masked(placing.scores(z, given.centroids, c.temperature), given.held & among)
             each = nn.functional.cross_entropy(logits, batch.labels, reduction="none")
         if old is not None:
             with torch.no_grad():
@@ -335,6 +385,17 @@ def codec_of(config: Config, setting: Setting) -> TransformCodec | LearnedCodec 
         room = setting.budget.per_client  # a share of it may be too small: hr-mini keeps nothing then
         keeping.room_for_one(numbers if config.exemplars == "raw" else size, room, "a smaller code_bytes")
     return build(config.codec, setting.shape, size, config.codec_width)
+
+
+def made_up(
+    codec: TransformCodec | LearnedCodec | WebpCodec, tied: int, message: Model, classes: Iterable[int], number: int,
+    generator: torch.Generator,
+) -> ByClass:  # fmt: skip
+    """Draw so many images of each class whose moments are known."""
+    m, known = message, [j for j in classes if j in message.means]
+    leading = making.leading(codec, m.codec, tied)
+    numbers = making.drawn(m.means, m.deviations, m.roots, leading, known, number, generator)
+    return making.pictures_of(codec, m.codec, numbers)
 
 
 def latent_size(config: Config, setting: Setting) -> int:
