@@ -2,7 +2,7 @@
 
 `FCIL_DATA=... python benchmarks/codec_share.py` learns the first three tasks of cifar100-10x10 with clocks around the
 codec, and prints the seconds of each of its parts and of the whole. Arguments are settings: `network=small` makes it
-twelve minutes of one core in place of hours, and training cheap, so that the share is an upper bound; on a GPU leave
+seven minutes of one core in place of hours, and training cheap, so that the share is an upper bound; on a GPU leave
 them out.
 """
 
