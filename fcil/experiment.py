@@ -28,7 +28,7 @@ from fcil.federation.engine import Engine, seeded, threads
 from fcil.federation.in_process import InProcess
 from fcil.federation.loop import Line, learn
 from fcil.federation.privacy import spent
-from fcil.federation.store import Checkpoints
+from fcil.federation.store import Checkpoints, Saved
 from fcil.files import append_line, sha256, write_text
 from fcil.machine import commit, keep_memory, peak, reset_peak
 from fcil.method import Method, Pictures, Server, Setting
@@ -107,7 +107,7 @@ def execute(
             write_text(folder / "config.toml", wanted.to_toml())
         checkpoints = Checkpoints(folder / "checkpoint", every)
         try:
-            counts, path = _restore(parts, checkpoints), folder / "ledger.jsonl"
+            counts, path = _restore(wanted, parts, checkpoints, folder), folder / "ledger.jsonl"
             if not counts and path.exists():
                 path.replace(folder / "ledger.jsonl.lost")  # no checkpoint is whole: the run starts over
                 Gallery.set_aside(folder)
@@ -196,10 +196,7 @@ def restored(folder: Path, device: str = "auto") -> tuple[Plan, Parts]:
     if wanted.source and wanted.source != sha256(Path(wanted.method)):
         raise UserError(f"{wanted.name} has changed since {folder} was begun; put it back as it was")
     parts = assemble(wanted, device, workers=1)
-    try:
-        found = _restore(parts, Checkpoints(folder / "checkpoint"))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"the checkpoint of {folder} is not one of {wanted.name} ({error!r})") from None
+    found = _restore(wanted, parts, Checkpoints(folder / "checkpoint"), folder)
     if not found or parts.door.cursor.task < len(parts.scenario.tasks):
         raise UserError(
             f"{folder} has no whole checkpoint of its end, where the clients' memories are; `fcil run` always leaves "
@@ -208,11 +205,19 @@ def restored(folder: Path, device: str = "auto") -> tuple[Plan, Parts]:
     return wanted, parts
 
 
-def _restore(parts: Parts, checkpoints: Checkpoints) -> int:
+def _restore(wanted: Plan, parts: Parts, checkpoints: Checkpoints, folder: Path) -> int:
     """Put a run back to its last checkpoint and return how much of the ledger counts."""
     saved = checkpoints.latest()
-    if saved is None:
-        return 0
+    try:
+        return 0 if saved is None else _put_back(parts, saved)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"the checkpoint of {folder} is not one of {wanted.name} ({error!r}), perhaps of another version of it; "
+            f"repeat the run in a different --out"
+        ) from None
+
+
+def _put_back(parts: Parts, saved: Saved) -> int:
     facts = dict(saved.facts["cursor"])
     facts["kept"] = {int(client): kept for client, kept in facts["kept"].items()}
     parts.door.cursor = Cursor(**facts)

@@ -93,6 +93,20 @@ def test_group_normalisation_is_captured_to_the_bit_too(method: str, precision: 
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"codec": "autoencoder", "codec_rounds": 2}, {"whole": 0.5}, {"whole": 0.5, "loss": "softmax"}, {"lifelike": 0.0}],
+    ids=str,
+)
+def test_the_choices_of_hr_are_captured_to_the_bit_too(settings: dict[str, object]) -> None:
+    how = {"precision": "bf16", "steps": 0, "epochs": 2, "active": 4, **settings}
+    _, expected = learned("hr", 1, True, **how)
+    parts, found = learned("hr", 3, False, **how)
+    assert parts.engine.described().partition("; ")[0] == "captured, 3 at a time, bf16"
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    assert any(name.startswith("lifelike/") for name in found)
+
+
 def test_a_server_that_replays_its_steps_computes_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     parts, replayed = learned("fedftg", 1, False, iterations=4)
     assert any(step.graph is not None for step in parts.server.bench.recorded.values())  # type: ignore[attr-defined]

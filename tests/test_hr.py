@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fcil.blocks import made_up as making
 from fcil.blocks.centroids import nearest
 from fcil.blocks.codec import Fitted, LearnedCodec, TransformCodec, build
 from fcil.blocks.transform_codec import square
@@ -31,7 +32,7 @@ from fcil.method import Batch, Fit, Pictures
 from fcil.methods import METHODS, hr
 from fcil.methods.hr import Client, Config, Given, Memory, Model, Proposal
 from fcil.plan import plan
-from fcil.records import Done, Weights, flatten, read_tensors, size_in_bytes
+from fcil.records import Done, Weights, flatten, read_tensors, size_in_bytes, unflatten
 from fcil.results.ledger import read
 from fcil.scenario.benchmarks import BENCHMARKS, Benchmark
 from fcil.scenario.scenario import Scenario
@@ -651,7 +652,7 @@ def replayed_where(lifelike: float, known: dict[int, float], memory: Memory | No
     """The classes of the pool of `mixed()` where the encoder knew such shares of what was made up of them."""
     asked = mixed()
     message = copy.copy(asked.message)
-    message.lifelike = torch.tensor([known.get(j, 0.0) for j in range(len(message.seen))])
+    message.lifelike = {j: torch.tensor(share) for j, share in known.items()}
     pool = client(lifelike=lifelike).interleaved(
         asked.memory if memory is None else memory, replace(asked.data, cache={}), message, torch.Generator()
     )
@@ -673,32 +674,48 @@ def test_where_no_code_is_kept_everything_is_made_up_however_little_of_it_was_kn
     assert replayed_where(1.0, {}, Memory()) == {*mixed().data.classes(), *mixed().data.task.old}
 
 
-@pytest.mark.parametrize("task", [0, 1, 2])
-def test_the_server_counts_what_the_encoder_knows_of_what_it_makes_up(task: int) -> None:
-    of, new = run(), (2 * task, 2 * task + 1)
-    model = of.models[task]
-    draws = torch.Generator().manual_seed(seed_of("judged", task))
-    made = hr.made_up(of.codec, 32, model, new, 64, draws)
-    net = encoder(of, model.weights)
-    for j in new:
-        known = (nearest(codes_of(net, made[j]), model.centroids, model.seen).argmax(1) == j).float().mean()
-        assert model.lifelike[j] == known
-    if task:
-        assert torch.equal(model.lifelike[: 2 * task], of.models[task - 1].lifelike[: 2 * task]), "once is enough"
-    assert not model.lifelike[2 * task + 2 :].any()
-    shares = model.lifelike[: 2 * task + 2]
-    assert of.task_lines[task]["measured"]["lifelike"] == pytest.approx(shares.mean().item())
+def test_the_server_counts_what_the_encoder_knows_of_what_it_makes_up() -> None:
+    parts, _ = on_digits("hr")
+    server = parts.server
+    assert isinstance(server, hr.Server)
+    model, task = server.state, parts.scenario.tasks[-1]
+    moments = (model.means, model.deviations, model.roots)
+    draws = torch.Generator().manual_seed(seed_of("judged", task.index))
+    made = making.made(server.codec, model.codec, moments, 32, task.new, 64, draws)
+    net = parts.setting.encoder(model.centroids.shape[1])
+    net.load_state_dict(model.weights)
+    for j in task.new:
+        known = nearest(codes_of(net.eval(), made[j]), model.centroids, model.seen).argmax(1) == j
+        assert model.lifelike[j] == known.float().mean() > 0.5
+    assert not torch.equal(made[task.new[0]], made[task.new[1]])
+
+
+def test_classes_are_judged_once_when_they_have_been_learned() -> None:
+    for task, model in enumerate(run().models):
+        assert model.lifelike.keys() == set(range(2 * task + 2))
+        assert all(model.lifelike[j] is run().models[-1].lifelike[j] for j in model.lifelike)
+        shares = torch.stack(list(model.lifelike.values()))
+        measured = run().task_lines[task]["measured"]
+        assert measured["lifelike"] == pytest.approx(shares.mean().item())
+        assert measured["least_lifelike"] == pytest.approx(shares.min().item())
 
 
 def test_on_digits_made_up_images_are_known() -> None:
     parts, last = on_digits("hr")
-    assert last["measured"]["lifelike"] > 0.8 and parts.server.state.lifelike.min() > 0.5
+    assert last["measured"]["lifelike"] > 0.8 and last["measured"]["least_lifelike"] > 0.5
+    assert parts.server.state.lifelike.keys() == set(range(10))
 
 
-def test_without_global_replay_nothing_is_counted() -> None:
-    of = run("hr-no-global")
-    assert [line["measured"]["lifelike"] for line in of.task_lines] == [None] * 3
-    assert not of.models[-1].lifelike.any()
+@pytest.mark.parametrize("settings", [{"global_replay": False}, {"codec": "webp", "code_bytes": 64}], ids=str)
+def test_where_nothing_is_made_up_nothing_is_counted(settings: dict[str, Any]) -> None:
+    of = run(**settings, tasks=2)
+    assert [line["measured"]["lifelike"] for line in of.task_lines] == [None] * 2
+    assert of.models[-1].lifelike == {}
+
+
+def test_a_run_from_before_images_were_judged_is_read_all_the_same() -> None:
+    before = {name: tensor for name, tensor in flatten(run().models[-1]).items() if not name.startswith("lifelike")}
+    assert unflatten(Model, before).lifelike == {}
 
 
 # -- new images as they are -------------------------------------------------------------------------------------------
@@ -717,6 +734,20 @@ def test_a_share_of_new_images_is_seen_as_it_is_and_the_others_weigh_more() -> N
         assert (asked.pool.extra["weight"][len(images) :] == 1).all()
         seen.append(own)
     assert 0.3 < torch.cat(seen).float().mean() < 0.7
+
+
+def test_a_class_that_comes_alone_is_not_seen_whole() -> None:
+    alone = run(whole=0.5, tasks=2, classes_per_task=1)
+    assert not any(asked.pool.extra["whole"].any() for asked in alone.of("train"))
+
+
+def test_images_of_old_classes_at_hand_are_not_seen_whole() -> None:
+    behind = run(whole=0.5, staying=1.0)
+    stayed = [asked for asked in behind.later() if set(asked.data.classes()) & set(asked.data.task.old)]
+    assert stayed
+    for asked in stayed:
+        old = torch.isin(asked.pool.labels, torch.tensor(asked.data.task.old))
+        assert not asked.pool.extra["whole"][old].any() and (asked.pool.extra["weight"][old & ~asked.made] == 1).all()
 
 
 @pytest.mark.parametrize("settings", [{}, {"whole": 0.5, "one_domain": False}], ids=str)
@@ -1181,7 +1212,7 @@ def test_the_ledger_has_the_signal_to_noise_ratio_of_codes(kind: str) -> None:
     for task, line in enumerate(of.task_lines):
         images = torch.cat([a.data.images for a in of.of("remember", task)])
         off = (through(of, images).double() - images.double()).square().mean().item()
-        assert len(images) == 80 and line["measured"].keys() == {"psnr", "lifelike"}
+        assert len(images) == 80 and line["measured"].keys() == {"psnr", "lifelike", "least_lifelike"}
         assert line["measured"]["psnr"] == pytest.approx(20 * math.log10(255) - 10 * math.log10(off), abs=1e-3)
         assert of.models[task].error[1] == images.numel()
 

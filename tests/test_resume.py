@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fcil import experiment
 from fcil.errors import UserError
 from fcil.experiment import execute
 from fcil.federation.store import Checkpoints, unpacked
@@ -145,6 +146,22 @@ def test_a_folder_without_a_usable_checkpoint_starts_over(tmp_path: Path) -> Non
     shutil.rmtree(tmp_path / "torn" / "checkpoint", ignore_errors=True)
     list(execute(wanted, tmp_path / "torn", "cpu"))
     assert_same(tmp_path / "whole", tmp_path / "torn")
+
+
+def test_a_checkpoint_of_another_version_is_refused_in_a_sentence_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = tiny_plan("finetune", tasks=2)
+    assert in_a_process(wanted, tmp_path / "run", kill_at=3) == -signal.SIGKILL
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+
+    def other(cls: type, flat: dict[str, torch.Tensor]) -> object:
+        raise KeyError("something_new")
+
+    monkeypatch.setattr(experiment, "unflatten", other)
+    with pytest.raises(UserError, match=r"not one of finetune \(KeyError\('something_new'\)\), perhaps of another"):
+        list(execute(wanted, tmp_path / "run", "cpu"))
+    assert all(path.read_bytes() == content for path, content in before.items() if path.name != "lock")
 
 
 def test_only_changed_memories_are_written_and_nothing_piles_up(tmp_path: Path) -> None:

@@ -99,6 +99,15 @@ def drawn(
     }
 
 
+def made(
+    codec: Kind, fitted: Weights, moments: tuple[ByClass, ByClass, ByClass], tied: int, classes: Iterable[int],
+    number: int, generator: torch.Generator,
+) -> ByClass:  # fmt: skip
+    """Make up so many images of each class whose moments are known: means, deviations and roots."""
+    known = [j for j in classes if j in moments[0]]
+    return pictures_of(codec, fitted, drawn(*moments, leading(codec, fitted, tied), known, number, generator))
+
+
 def _together(z: Tensor, mean: Tensor, deviation: Tensor, root: Tensor, leading: Tensor) -> Tensor:
     off = deviation * z
     off[:, leading] = z[:, leading] @ square(root, len(leading))

@@ -25,7 +25,7 @@ from fcil.blocks.training import by_class, in_parts, loaded, weights_of
 from fcil.federation.rounds import fit_codec, measure
 from fcil.knobs import knob
 from fcil.method import Batch, Clients, Exposed, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
-from fcil.records import ByClass, Update, Weights, record
+from fcil.records import ByClass, Update, Weights, flatten, record, unflatten
 from fcil.scenario.tasks import LocalData, Task, mask
 from fcil.seeds import seed_of
 
@@ -59,7 +59,7 @@ class Config:
         True, "new images pass the codec, too, before they are trained on; or are made up, where all replay is"
     )
     whole: float = knob(
-        0.0, "share of new images seen as they are; they say which new class they are of, not that it is new",
+        0.0, "share of new images seen as they are; after the first task they say only which new class they are of",
         least=0, most=0.9,
     )  # fmt: skip
     exemplars: str = knob(
@@ -96,7 +96,7 @@ class Model:
     means: ByClass  # of each class: the mean of what codes keep of its images, and the deviation
     deviations: ByClass
     roots: ByClass  # and of the covariance of the leading numbers the root
-    lifelike: Tensor  # of each class the share of made-up images that the encoder knew when it had just learned it
+    lifelike: ByClass  # the share of made-up images that the encoder knew when it had just learned the class
     error: Tensor  # of the last task's images: the codec's squared error, summed, and over how many numbers
 
 
@@ -126,7 +126,7 @@ class Given:
     old: Tensor  # classes that the old encoder knows, as a mask
     held: Tensor  # classes that the client replays or has at hand, likewise
     new: Tensor  # classes that come with the task, likewise
-    between: Tensor  # projects onto the differences of their centroids; in the first task onto everything
+    between: Tensor  # projects onto the differences of their centroids, where `whole` is set
     weight: Tensor  # of an image in the loss, by its class
 
 
@@ -146,8 +146,7 @@ class Server:  # Algorithm 1
         self.net = setting.encoder(latent)
         self.state = Model(
             weights_of(self.net), {}, torch.zeros(capacity, latent), mask((), capacity),  # 3
-            weights_of(self.codec.net) if isinstance(self.codec, LearnedCodec) else {}, {}, {}, {},
-            torch.zeros(capacity), torch.zeros(2),
+            weights_of(self.codec.net) if isinstance(self.codec, LearnedCodec) else {}, {}, {}, {}, {}, torch.zeros(2),
         )  # fmt: skip
 
     def broadcast(self) -> Model:
@@ -169,7 +168,7 @@ class Server:  # Algorithm 1
         replies = clients.ask(clients.everyone(), Client.remember, Fitted(self.state.codec))
         error = replies.sum("error")
         self.state.error = torch.zeros(2) if error is None else error  # 17
-        self.state.lifelike = self.judged(task)
+        self.state.lifelike = self.state.lifelike | self.judged(task)
 
     def train_codec(self, clients: Clients) -> Iterator[None]:
         """Train a codec that is learned, by federated averaging."""
@@ -188,24 +187,30 @@ class Server:  # Algorithm 1
         s.means, s.deviations, s.roots = s.means | means, s.deviations | deviations, s.roots | roots
 
     @torch.no_grad()
-    def judged(self, task: Task) -> Tensor:
-        """Make up images of the new classes, of which the encoder has seen none, and see how many it knows."""
-        c, s, draws = self.config, self.state, torch.Generator().manual_seed(seed_of("judged", task.index))
-        made = made_up(self.codec, c.tied, s, task.new, JUDGED, draws) if c.global_replay else {}
-        net, centroids = loaded(self.net.to(self.device), s.weights), s.centroids.to(self.device)
-        lifelike = s.lifelike.cpu().clone()
-        for j, images in made.items():
-            scores = placing.scores(net(images.to(self.device))[0], centroids, 1.0)
-            lifelike[j] = (masked(scores, s.seen.to(self.device)).argmax(1) == j).float().mean().cpu()
-        return lifelike
+    def judged(self, task: Task) -> ByClass:
+        """Make up images of the new classes and see what share the encoder knows: it has learned from others."""
+        if not self.config.global_replay:
+            return {}
+        s = unflatten(Model, {name: tensor.cpu() for name, tensor in flatten(self.state).items()})
+        draws = torch.Generator().manual_seed(seed_of("judged", task.index))
+        made = making.made(
+            self.codec, s.codec, (s.means, s.deviations, s.roots), self.config.tied, task.new, JUDGED, draws
+        )
+        net, centroids, seen = loaded(self.net.to(self.device), s.weights), s.centroids.to(self.device), s.seen
+        codes = by_class(lambda images: net(images.to(self.device))[0], made)
+        known = {
+            j: masked(placing.scores(z, centroids, 1.0), seen.to(self.device)).argmax(1) == j for j, z in codes.items()
+        }
+        return {j: right.float().mean().cpu() for j, right in known.items()}
 
     def measured(self) -> dict[str, float | None]:
         """Say how near to the last task's images decoded codes are, in dB, and what share of made-up ones is known."""
         error, numbers = self.state.error.tolist()
-        lifelike = self.state.lifelike[self.state.seen.to(self.state.lifelike.device)]
+        shares = [float(share) for share in self.state.lifelike.values()]
         return {
             "psnr": 10 * math.log10(255**2 * numbers / error) if error else None,
-            "lifelike": float(lifelike.mean()) if self.config.global_replay and len(lifelike) else None,
+            "lifelike": sum(shares) / len(shares) if shares else None,
+            "least_lifelike": min(shares, default=None),
         }
 
 
@@ -261,29 +266,29 @@ class Client:  # Algorithm 2
         kept = keeping.recalled(self.keeper, message.codec, replay)  # 5-7
         number = c.made_up or making.usual_number(memory.codes, data)
         absent = making.absent(data, kept) if c.global_replay and number else []  # 8
-        if kept:  # beside codes the network would learn which is which
-            lifelike = message.lifelike.tolist()
-            absent = [j for j in absent if lifelike[j] >= c.lifelike]
+        if kept and c.lifelike:  # beside codes the network would learn which is which
+            absent = [j for j in absent if j in message.lifelike and message.lifelike[j] >= c.lifelike]
         all_made = bool(absent) and not kept
         new = self.alike(all_made, data, message, generator) if c.one_domain else data.images  # 4
         made = self.made_up(absent, number, message, generator)  # 9
-        fresh = torch.isin(data.labels, torch.tensor(data.task.new).to(data.labels))
-        whole = self.drawn_whole(fresh, generator)
+        whole, new_weight = self.drawn_whole(data, generator)
         new = torch.where(whole[:, None, None, None], data.images, new)
         images = torch.cat([new, *kept.values(), *made.values()])  # 10, 11
         labels = torch.cat([data.labels, keeping.labels_of(kept | made).to(data.labels)])
         is_made = torch.arange(len(images), device=labels.device) >= len(images) - number * len(made)
         weight = torch.where(is_made, c.made_weight or len(made) / max(1, len(data.task.old)), 1.0)
-        if data.task.old:  # that a class is new only the others say
-            weight[: len(new)] *= torch.where(fresh & ~whole, (1 - self.whole) ** -0.5, 1.0)
+        weight[: len(new)] = new_weight
         whole = nn.functional.pad(whole, (0, len(images) - len(new)))
         return Pool(images, labels, extra={"made": is_made, "whole": whole, "weight": weight})
 
-    def drawn_whole(self, fresh: Tensor, generator: torch.Generator) -> Tensor:
-        """Draw which images of new classes are seen as they are."""
-        if not self.whole:
-            return torch.zeros_like(fresh)
-        return fresh & (torch.rand(len(fresh), generator=generator, device=fresh.device) < self.whole)
+    def drawn_whole(self, data: LocalData, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Draw which of the task's images are seen as they are, and say what each weighs."""
+        new = torch.isin(data.labels, torch.tensor(data.task.new).to(data.labels))
+        if not self.whole or len(data.task.new) < 2:  # a class by itself differs from no other new one
+            return torch.zeros_like(new), torch.ones_like(data.labels, dtype=torch.float32)
+        whole = new & (torch.rand(len(new), generator=generator, device=new.device) < self.whole)
+        more = (1 - self.whole) ** -0.5 if data.task.old else 1.0  # whole ones do not say that they are new
+        return whole, torch.where(new & ~whole, more, 1.0)
 
     def alike(self, all_made: bool, data: LocalData, message: Model, generator: torch.Generator) -> Tensor:
         """Return the task's images as old ones look: decoded, or made up where all that is replayed is."""
@@ -295,7 +300,10 @@ class Client:  # Algorithm 2
         return new
 
     def made_up(self, classes: Iterable[int], number: int, message: Model, generator: torch.Generator) -> ByClass:
-        return made_up(self.codec, self.config.tied, message, classes, number, generator)
+        """Draw so many images of each class whose moments are known."""
+        m = message
+        moments = (m.means, m.deviations, m.roots)
+        return making.made(self.codec, m.codec, moments, self.config.tied, classes, number, generator)
 
     def given(self, pool: Pool, data: LocalData, message: Model) -> Given:
         """Say what the loss has to know of the classes."""
@@ -303,8 +311,10 @@ class Client:  # Algorithm 2
         counts = torch.bincount(pool.labels, minlength=len(message.seen)).to(message.centroids)
         weight = counts.clamp_min(1) ** -self.config.balance
         weight = weight * counts.sum() / (weight * counts).sum().clamp_min(1)  # 1 on average
-        between = data.cached("between", lambda _: placing.between(message.centroids, task))
         old, new = mask(task.old, len(counts)), mask(task.new, len(counts))
+        between = torch.zeros(0)
+        if self.whole:
+            between = data.cached("between", lambda _: placing.between(message.centroids, task))
         return Given(message.centroids, old, counts > 0, new, between, weight)
 
     def loss(self, nets: Nets, batch: Batch, given: Given) -> Tensor:  # 18
@@ -314,10 +324,11 @@ class Client:  # Algorithm 2
         whole = batch.extra["whole"][:, None]
         if c.loss == "pull":
             off = z - given.centroids[batch.labels]
-            each = c.pull * torch.where(whole, placing.projected(off, given.between), off).square().sum(1)  # 19
+            off = torch.where(whole, placing.projected(off, given.between), off) if self.whole else off
+            each = c.pull * off.square().sum(1)  # 19
         else:
-            among = given.new | ~given.old.any() | ~whole
-            logits = masked(placing.scores(z, given.centroids, c.temperature), given.held & among)
+            held = given.held & (given.new | ~whole)
+            logits = masked(placing.scores(z, given.centroids, c.temperature), held)
             each = nn.functional.cross_entropy(logits, batch.labels, reduction="none")
         if old is not None:
             with torch.no_grad():
@@ -385,17 +396,6 @@ def codec_of(config: Config, setting: Setting) -> TransformCodec | LearnedCodec 
         room = setting.budget.per_client  # a share of it may be too small: hr-mini keeps nothing then
         keeping.room_for_one(numbers if config.exemplars == "raw" else size, room, "a smaller code_bytes")
     return build(config.codec, setting.shape, size, config.codec_width)
-
-
-def made_up(
-    codec: TransformCodec | LearnedCodec | WebpCodec, tied: int, message: Model, classes: Iterable[int], number: int,
-    generator: torch.Generator,
-) -> ByClass:  # fmt: skip
-    """Draw so many images of each class whose moments are known."""
-    m, known = message, [j for j in classes if j in message.means]
-    leading = making.leading(codec, m.codec, tied)
-    numbers = making.drawn(m.means, m.deviations, m.roots, leading, known, number, generator)
-    return making.pictures_of(codec, m.codec, numbers)
 
 
 def latent_size(config: Config, setting: Setting) -> int:
