@@ -25,7 +25,7 @@ FILES = [name for name, entry in METHODS.items() if not entry.preset]  # one met
 NEED_BATCH_NORM = ("mfcl", "target")  # they make images from its statistics, and refuse networks without
 GROUPED = [name for name in FILES if name not in NEED_BATCH_NORM]
 SHORT = {"rounds": 3, "steps": 3, "batch_size": 16}
-QUICK: dict[str, dict[str, int]] = {  # what servers do by themselves, as short
+QUICK: dict[str, dict[str, float]] = {  # what servers do by themselves, as short
     "fedftg": {"latent": 16, "iterations": 2, "fakes": 8, "student_steps": 2},
     "fedftg-plain": {"latent": 16, "iterations": 2, "fakes": 8, "student_steps": 2},
     "mfcl": {"latent": 16, "synthetic": 16, "generator_steps": 5, "generator_batch": 16},
@@ -33,6 +33,7 @@ QUICK: dict[str, dict[str, int]] = {  # what servers do by themselves, as short
         "latent": 16, "synthetic": 16, "batches": 4, "batch_made": 8, "generator_steps": 3, "warm_up": 2,
         "student_steps": 3,
     },
+    "hr": {"lifelike": 0.0},  # so short a run knows no made-up image, and would never use one
 }  # fmt: skip
 
 
