@@ -46,8 +46,13 @@ def off_centroid(codes: Tensor, labels: Tensor, whole: Tensor, old: int, weight:
     return torch.where(whole, apart, torch.where(labels >= old, weight, 1.0) * each)
 
 
-def learned(kept: Tensor, new: Tensor, share: float, weight: float, test: Tensor, seed: int) -> list[Tensor]:
-    """Learn task after task, a share of new images as `new` has them; return after each which of the test are known."""
+def learned(
+    kept: Tensor, new: Tensor, share: float | None, weight: float, test: Tensor, seed: int
+) -> list[Tensor]:  # fmt: skip
+    """Learn task after task, a share of new images, if any are to be drawn, as `new` has them; the others as `kept`.
+
+    Return after each task which of the test images are known.
+    """
     torch.manual_seed(seed)
     draws, net, known = torch.Generator().manual_seed(seed), network(), []
     labels, answers = (torch.arange(TASKS * NEW).repeat_interleave(each) for each in (USED, HELD_OUT))
@@ -56,7 +61,9 @@ def learned(kept: Tensor, new: Tensor, share: float, weight: float, test: Tensor
         sgd = torch.optim.SGD(net.parameters(), RATE, momentum=0.9, weight_decay=5e-4, nesterov=True)
         rate = torch.optim.lr_scheduler.OneCycleLR(sgd, RATE, total_steps=EPOCHS * seen * USED // BATCH)
         net.train()
-        whole = (labels >= old) & (torch.rand(len(labels), generator=draws) < share)
+        whole = torch.zeros(len(labels), dtype=torch.bool)
+        if share is not None:
+            whole = (labels >= old) & (torch.rand(len(labels), generator=draws) < share)
         pool = torch.where(whole[:, None, None, None], new, kept)
         for _ in range(EPOCHS):
             for rows in torch.randperm(seen * USED, generator=draws).split(BATCH):
@@ -84,7 +91,8 @@ if __name__ == "__main__":
     decoded = codec.decode(fitted, codec.encode(fitted, images)).float() / 255
     images, test = images.float() / 255, test.float() / 255
     rows = (
-        ("images", images, 0.0, 1.0), ("codes", decoded, 0.0, 1.0), ("codes, the new weigh more", decoded, 0.0, WEIGHT),
+        ("images", images, None, 1.0), ("codes", decoded, None, 1.0),
+        ("codes, the new weigh more", decoded, 0.0, WEIGHT),
         ("codes, and half of the new as they are", decoded, SHARE, WEIGHT),
     )  # fmt: skip
     print("| learned from | seed | after each task | old / new |\n| --- | --- | --- | ---: |")
