@@ -54,6 +54,14 @@ def outputs(net: nn.Module, images: Tensor) -> Tensor:
     return shown.float()
 
 
+def stepped(loss: Tensor, sgd: torch.optim.Optimizer, rate: torch.optim.lr_scheduler.LRScheduler) -> None:
+    """Take a step down the loss, and one along the learning rate's schedule."""
+    sgd.zero_grad()
+    loss.backward()
+    sgd.step()
+    rate.step()
+
+
 def learned(images: Tensor, labels: Tensor, seed: int) -> nn.Module:
     """Train a network on images and their labels."""
     torch.manual_seed(seed)
@@ -62,11 +70,7 @@ def learned(images: Tensor, labels: Tensor, seed: int) -> nn.Module:
     rate = torch.optim.lr_scheduler.OneCycleLR(sgd, RATE, total_steps=EPOCHS * len(labels) // BATCH)
     for _ in range(EPOCHS):
         for rows in torch.randperm(len(labels), generator=draws).split(BATCH):
-            loss = F.cross_entropy(outputs(net, augmented(images[rows], "crop-flip", draws)), labels[rows])
-            sgd.zero_grad()
-            loss.backward()
-            sgd.step()
-            rate.step()
+            stepped(F.cross_entropy(outputs(net, augmented(images[rows], "crop-flip", draws)), labels[rows]), sgd, rate)
     return net.eval()
 
 

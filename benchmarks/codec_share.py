@@ -1,9 +1,9 @@
 """What share of a run of `hr` its codec takes: fitting, encoding, decoding, and making images up.
 
 `FCIL_DATA=... python benchmarks/codec_share.py` learns the first three tasks of cifar100-10x10 with clocks around the
-codec, and prints the seconds of each of its parts and of the whole. Arguments are settings: `network=small` makes it
-seven minutes of one core in place of hours, and training cheap, so that the share is an upper bound; on a GPU leave
-them out.
+codec, and prints the seconds of each of its parts and of the whole. Arguments are settings: with
+`network=small` it takes seven minutes of one core, and training is cheap, so that the share is high; on a GPU leave it
+out.
 """
 
 import sys

@@ -13,7 +13,7 @@ import sys
 
 import numpy as np
 import torch
-from code_sizes import Block, outputs
+from code_sizes import network, outputs, stepped
 from torch import Tensor, nn
 
 from fcil.blocks.augment import augmented
@@ -22,17 +22,8 @@ from fcil.scenario.datasets import load
 
 SEEDS, SHARE = (0, 1), 0.5
 FIRST, TASKS, NEW, USED, HELD_OUT = 10, 4, 10, 250, 100
-EPOCHS, BATCH, WIDTH, RATE, PULL, APART = 8, 100, 32, 0.1, 1 / 15, 4.0
+EPOCHS, BATCH, RATE, PULL, APART = 8, 100, 0.1, 1 / 15, 4.0
 WEIGHT = (1 - SHARE) ** -0.5  # of decoded new images beside whole ones
-
-
-def network() -> nn.Sequential:
-    """Return the network of benchmarks/code_sizes.py, a number for each class."""
-    return nn.Sequential(
-        nn.Conv2d(3, WIDTH, 3, 1, 1, bias=False), nn.BatchNorm2d(WIDTH), nn.ReLU(),
-        Block(WIDTH, WIDTH, 1), Block(WIDTH, 2 * WIDTH, 2), Block(2 * WIDTH, 4 * WIDTH, 2),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * WIDTH, TASKS * NEW),
-    ).to(memory_format=torch.channels_last)  # fmt: skip
 
 
 def off_centroid(codes: Tensor, labels: Tensor, whole: Tensor, old: int, weight: float) -> Tensor:
@@ -68,11 +59,7 @@ def learned(
         for _ in range(EPOCHS):
             for rows in torch.randperm(seen * USED, generator=draws).split(BATCH):
                 codes = outputs(net, augmented(pool[rows], "crop-flip", draws))
-                loss = PULL * off_centroid(codes, labels[rows], whole[rows], old, weight).mean()
-                sgd.zero_grad()
-                loss.backward()
-                sgd.step()
-                rate.step()
+                stepped(PULL * off_centroid(codes, labels[rows], whole[rows], old, weight).mean(), sgd, rate)
         net.eval()
         with torch.no_grad():
             said = torch.cat([outputs(net, part)[:, :seen] for part in test[: seen * HELD_OUT].split(200)])

@@ -283,9 +283,9 @@ class Client:  # Algorithm 2
 
     def drawn_whole(self, data: LocalData, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Draw which of the task's images are seen as they are, and say what each weighs."""
-        new = torch.isin(data.labels, torch.tensor(data.task.new).to(data.labels))
         if not self.whole or len(data.task.new) < 2:  # a class by itself differs from no other new one
-            return torch.zeros_like(new), torch.ones_like(data.labels, dtype=torch.float32)
+            return torch.zeros_like(data.labels, dtype=torch.bool), torch.ones_like(data.labels, dtype=torch.float32)
+        new = torch.isin(data.labels, torch.tensor(data.task.new).to(data.labels))
         whole = new & (torch.rand(len(new), generator=generator, device=new.device) < self.whole)
         more = (1 - self.whole) ** -0.5 if data.task.old else 1.0  # whole ones do not say that they are new
         return whole, torch.where(new & ~whole, more, 1.0)
