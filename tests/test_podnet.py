@@ -65,6 +65,16 @@ def test_an_image_beyond_the_margin_adds_nothing() -> None:
     assert (scores.grad[0] == 0).all() and (scores.grad[1] != 0).any()
 
 
+def test_the_margin_does_not_turn_the_loss_around() -> None:
+    alike, eta = torch.full((2, 3), -1.0), torch.tensor(1.0, requires_grad=True)
+    nca(alike, LABELS, ALL, eta, 0.6).backward()
+    assert eta.grad.item() == pytest.approx(0, abs=1e-6)  # nothing is known yet: eta stays
+    apart, eta.grad = alike.clone(), None
+    apart[torch.arange(2), LABELS] += 0.3  # right, but by less than the margin
+    nca(apart, LABELS, ALL, eta, 0.6).backward()
+    assert eta.grad.item() == pytest.approx(-0.3, abs=1e-6)  # what is right is to be said louder
+
+
 def test_only_the_margin_of_the_paper_is_felt() -> None:
     eta = torch.tensor(2.0)
     one, other = (nca(SCORES, LABELS, ALL, eta, margin).item() for margin in (0.6, 0.7))

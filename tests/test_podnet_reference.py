@@ -106,7 +106,7 @@ def classification(s: Tensor, y: Tensor, eta: Tensor, terms: dict[str, Any]) -> 
     for row, label in zip(s, y.tolist(), strict=True):
         others = torch.cat([row[:label], row[label + 1 :]])
         if terms["nca"] == "paper":
-            value = -(eta * (row[label] - terms["margin"])) + (eta * others).exp().sum().log()
+            value = -(eta * row[label]) + eta.item() * terms["margin"] + (eta * others).exp().sum().log()
             each.append(value.clamp_min(0))
         else:
             top = row.max()

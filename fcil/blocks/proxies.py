@@ -36,10 +36,14 @@ def clustered(rows: Tensor, weights: Tensor, count: int, seed: int) -> tuple[Ten
 
 
 def nca(scores: Tensor, labels: Tensor, classes: Tensor, eta: Tensor, margin: float) -> Tensor:
-    """-log(exp(eta (s_y - margin)) / sum over i != y of exp(eta s_i)), where positive, averaged over images."""
+    """-log(exp(eta (s_y - margin)) / sum over i != y of exp(eta s_i)), where positive, averaged over images.
+
+    The margin teaches eta nothing. It would make it smaller as long as classes are not apart by that much, on images
+    that are hard to tell until it is negative, and then features flee from the proxies of their own class.
+    """
     right = _own(labels, scores)
     others = (eta * scores).masked_fill(right | ~classes, -1e4).logsumexp(1)
-    return F.relu(others - eta * ((scores * right).sum(1) - margin)).mean()
+    return F.relu(others - eta * (scores * right).sum(1) + eta.detach() * margin).mean()
 
 
 def nca_of_the_code(scores: Tensor, labels: Tensor, classes: Tensor, eta: Tensor, margin: float) -> Tensor:
