@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from fcil.report.apart import mended_later
 from fcil.report.comparison import compare
 from fcil.report.drawing import Chart
 from fcil.report.evidence import gather, trial_of
-from fcil.report.paper import PAPER_TABLE_3
+from fcil.report.paper import PAPER_FINAL, PAPER_TABLE_3
 from fcil.results.runs import find
 from tests import audits, mended, times
 
@@ -29,6 +30,15 @@ TOPICS = (
 )  # fmt: skip
 
 
+EARLIER = ROOT / "results/cifar100-before-lifelike"
+BASELINES_ON_CIFAR = {
+    "hr": "hr", "icarl": "icarl,lr=0.3", "icarl, exemplar_codec=webp:300": "icarl,exemplar_codec=webp:300,lr=0.3",
+    "bic": "bic,lr=0.01", "dde": "dde,lr=0.01", "ssil": "ssil,lr=0.01", "glfc": "glfc,lr=0.6",
+}  # fmt: skip
+STOPPED_ON_CIFAR = {
+    "geodl, stopped": "geodl,lr=0.01",
+    "glfc, exemplar_codec=webp:300, stopped": "glfc,exemplar_codec=webp:300,lr=0.6",
+}
 HR_ON_CIFAR = {  # as RESULTS.md calls a run, and its folder
     "hr": "hr", "hr-no-kd": "hr-no-kd", "hr-no-global": "hr-no-global", "hr-rfa": "hr-rfa", "hr-mini": "hr-mini",
     "hr, exemplars=raw: 40 images in the same bytes": "hr,exemplars=raw",
@@ -90,10 +100,15 @@ def test_its_numbers_on_cifar_are_those_of_the_runs() -> None:
     (short,) = (section for section in sections if section.protocol == "short")
     rows = {row.method: row for row in short.rows if not row.settings}
     best, forgetting = row_of("HR is best")[2], row_of("Less forgetting")[2]
-    assert f"hr {rows['hr'].final} and hr-literal {rows['hr-literal'].final.mean:.1f} (one seed)" in best
+    of = {row.method: row for row in short.rows if not set(row.settings) - {"lr"}}
+    for method in ("hr", "hr-literal", "dde", "ssil", "bic", "icarl", "glfc"):
+        assert f"{method} {of[method].final.mean:.1f}" in best.partition("CIFAR")[2], method
+        assert f"{method} {of[method].forgetting.mean:.1f}" in forgetting.partition("CIFAR")[2], method
+        assert of[method].seeds == (0,)
+    (short,) = compare(find([EARLIER / "hr"])).sections
+    assert f"(three seeds with `--set lifelike=0`: {short.rows[0].final})" in best
     assert f"finetune has {rows['finetune'].final} and joint {rows['joint'].final} (two seeds)" in best
-    for method in ("hr", "hr-literal", "finetune"):
-        assert f"{method} {rows[method].forgetting.mean:.1f}" in forgetting.partition("CIFAR")[2], method
+    assert f"finetune {rows['finetune'].forgetting.mean:.1f}" in forgetting.partition("CIFAR")[2]
 
 
 def test_the_numbers_of_the_audit_are_those_of_the_runs() -> None:
@@ -213,18 +228,28 @@ def test_the_tables_of_seeds_code_sizes_long_sequences_and_clients_that_differ_a
         last = result["matrix"][-1]
         return [f"{sum(last[:-1]) / len(last[:-1]):.1f} / {last[-1]:.1f}", f"{result['forgetting']:.1f}"]
 
-    (short,) = (one for one in compare(find([ROOT / "results/cifar100-10x10"])).sections if one.protocol == "short")
-    means = {row.label: str(row.final) for row in short.rows}
-    for name, label in (("hr", "hr"), ("hr, memory_scope=client", "hr (memory_scope=client)"),
-                        ("hr-perfect, memory_scope=client", "hr-perfect (memory_scope=client)")):  # fmt: skip
-        folder = "cifar100-10x10/" + name.replace(", ", ",")
+    every = compare(find([ROOT / "results/cifar100-10x10", EARLIER])).sections
+    (short,) = (one for one in every if one.protocol == "short")
+    means = {row.label: str(row.final) for row in short.rows if len(row.seeds) > 1}
+    unset = "hr (lifelike=unset, "
+    for name, folder, label in (
+        ("the same, `lifelike=0", "cifar100-before-lifelike/hr", unset + "whole=unset)"),
+        ("the same, `lifelike=0", "cifar100-before-lifelike/hr,memory_scope=client",
+         unset + "memory_scope=client, whole=unset)"),
+        ("hr-perfect*, `memory_scope=client`: 1,000 images, `lifelike=0",
+         "cifar100-10x10/hr-perfect,memory_scope=client", "hr-perfect (memory_scope=client)"),
+    ):  # fmt: skip
         finals = [f"{of(f'{folder}/{seed}')['final']:.1f}" for seed in range(3)]
-        assert any([*finals, means[label]] == line[1:] and line[0].startswith(name.partition(",")[0]) for line in lines)
+        assert [name, *finals, means[label]] in lines
+    for name, folder in (
+        ("hr**, 400 codes a client", "hr"), ("hr**, `memory_scope=client`: 1,000 codes", "hr,memory_scope=client"),
+    ):  # fmt: skip
+        assert [name, f"{of(f'cifar100-10x10/{folder}/0')['final']:.1f}"] in lines
     joint = [f"{of(f'cifar100-10x10/joint/{seed}')['final']:.1f}" for seed in range(2)]
     assert ["joint", *joint, f"| {means['joint']}"] in lines
     for size in (32, 77, 154, 307, 614):
-        folder = "hr" if size == 307 else f"hr,code_bytes={size}"
-        run = of(f"cifar100-10x10/{folder}/0")
+        folder = "cifar100-before-lifelike/hr/0" if size == 307 else f"cifar100-10x10/hr,code_bytes={size}/0"
+        run = of(folder)
         (line,) = (line for line in lines if re.match(rf"{size}\b", line[0]) and len(line) == 7)
         assert line[1] == f"{_psnr(folder):.2f}"
         assert int(line[2].partition(":")[0].replace(",", "")) == run["memory_bytes"] // size
@@ -233,13 +258,54 @@ def test_the_tables_of_seeds_code_sizes_long_sequences_and_clients_that_differ_a
         run = of(f"cifar100-20x5/{method}/0")
         some = [f"{run['overall'][task - 1]:.1f}" for task in (1, 2, *range(4, 21, 2))]
         assert any((method, *some, *ends(run)) == line[:14] for line in cells), method
-    for method in ("hr", "hr-no-global"):
-        run = of(f"cifar100-10x10/{method},alpha=0.1/0")
+    for method, folder in (
+        ("hr", "cifar100-10x10/hr"), ("hr-no-global", "cifar100-10x10/hr-no-global"),
+        ("hr, `lifelike=0", "cifar100-before-lifelike/hr"),
+    ):  # fmt: skip
+        run = of(f"{folder},alpha=0.1/0")
         assert (method, *(f"{value:.1f}" for value in run["overall"]), *ends(run)) in cells, method
 
 
 def _psnr(folder: str) -> float:
-    """Return what the last task line of a run on CIFAR-100 says of its codes."""
-    lines = (ROOT / "results/cifar100-10x10" / folder / "0/ledger.jsonl").read_text().splitlines()
-    found: float = [line for line in map(json.loads, lines) if line["kind"] == "task"][-1]["measured"]["psnr"]
+    """Return what the last task of a run says of its codes."""
+    found: float = _tasks(folder)[-1]["measured"]["psnr"]
     return found
+
+
+def _tasks(folder: str) -> list[dict[str, Any]]:
+    """Return the lines of a run's ledger that end a task."""
+    lines = (ROOT / "results" / folder / "ledger.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if line["kind"] == "task"]
+
+
+def test_the_table_of_baselines_with_exemplars_on_cifar_is_that_of_the_runs() -> None:
+    text = (ROOT / "RESULTS.md").read_text().partition("### Baselines with exemplars, on CIFAR-100")[2]
+    rows = {}
+    for line in text.partition("### Data-free")[0].splitlines():
+        first, *cells = (cell.strip() for cell in line.strip("|").split(" | "))
+        rows[re.sub("[*`]", "", first)] = [cell.strip("* |") for cell in cells]
+    for name, folder in BASELINES_ON_CIFAR.items():
+        result = json.loads((ROOT / "results/cifar100-10x10" / folder / "0/result.json").read_text())
+        last = result["matrix"][-1]
+        ends = [f"{sum(last[:-1]) / len(last[:-1]):.1f} / {last[-1]:.1f}", f"{result['forgetting']:.1f}"]
+        claimed = [f"{PAPER_FINAL['cifar100-10x10'][name]:.2f}"] if name in PAPER_FINAL["cifar100-10x10"] else [""]
+        assert rows[name] == [*(f"{value:.1f}" for value in result["overall"]), *ends, *claimed], name
+    for name, folder in STOPPED_ON_CIFAR.items():
+        measured = [100 * sum(task["correct"]) / sum(task["total"]) for task in _tasks(f"cifar100-10x10/{folder}/0")]
+        assert len(measured) == 8 and rows[name][:8] == [f"{value:.1f}" for value in measured], name
+
+
+@pytest.mark.parametrize("method", ["icarl", "glfc", "dde"])
+def test_rates_of_baselines_are_those_that_did_best_on_held_out_images(method: str) -> None:
+    text = (ROOT / "RESULTS.md").read_text().partition("## How the learning rate was chosen")[2]
+    head, _, row = text.partition(f"| {method}, lr | ")[2].splitlines()[:3]
+    told = dict(zip(head.strip("| ").split(" | "), row.strip("| ").split(" | ")[1:], strict=True))
+    found = {}
+    for path in (ROOT / "results/cifar100-held-out").glob(f"{method},*/0/config.toml"):
+        config = tomllib.loads(path.read_text())
+        assert config["benchmark"]["holdout"] == 0.1 and config["benchmark"]["stop_after"] == 1
+        found[f"{config['config']['lr']:g}"] = json.loads((path.parent / "result.json").read_text())["final"]
+    best = max(found, key=lambda rate: found[rate])
+    assert told == {rate: f"**{value:.1f}**" if rate == best else f"{value:.1f}" for rate, value in found.items()}
+    runs = list((ROOT / "results/cifar100-10x10").glob(f"{method},*/0/config.toml"))
+    assert runs and all(tomllib.loads(path.read_text())["config"]["lr"] == float(best) for path in runs)

@@ -7,6 +7,7 @@ since an angle's cosine says little of it near 1.
 """
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,10 +39,11 @@ def principal(features: Tensor, number: int) -> Tensor:
 
     Where they vary in fewer directions, as in a batch of few images again and again, the columns left over are 0.
     """
-    _, lengths, directions = torch.linalg.svd(features.double(), full_matrices=False)
-    real = lengths > NOISE * lengths[:1]
-    chosen: Tensor = (directions * real[:, None])[:number]
-    return chosen.T
+    features = features.double()
+    squares, mixtures = _small(torch.linalg.eigh, features @ features.T)  # the shortest first
+    real = squares > NOISE**2 * squares[-1:]
+    mixtures = mixtures * (real / squares.where(real, 1.0).sqrt())
+    return features.T @ mixtures.flip(1)[:, :number]
 
 
 def geodesic(begin: Tensor, end: Tensor) -> Geodesic:
@@ -50,10 +52,15 @@ def geodesic(begin: Tensor, end: Tensor) -> Geodesic:
     A direction without partner, since the other side has zero columns in its place, counts half: it is as if its
     partner were orthogonal to everything.
     """
-    left, cosines, right = torch.linalg.svd(begin.T @ end)
+    left, cosines, right = _small(torch.linalg.svd, begin.T @ end)
     cosines = cosines.clamp(max=1.0)
     sines, angles = (1 - cosines.square()).sqrt(), cosines.acos()
     start = begin @ left
     turn = (start * cosines - end @ right.T) / sines.clamp_min(1e-9)  # 0 where there is no angle
     twice, once = torch.sinc(2 * angles / math.pi), torch.sinc(angles / math.pi)  # sin(x) / x, and 1 at 0
     return Geodesic(start, turn, (1 + twice) / 2, -sines * once / 2, (1 - twice) / 2)
+
+
+def _small(decomposed: Callable[[Tensor], Sequence[Tensor]], matrix: Tensor) -> Iterator[Tensor]:
+    """Yield the parts of a small matrix, taken apart on the CPU: a GPU is slow at many short steps in a row."""
+    return (part.to(matrix.device) for part in decomposed(matrix.cpu()))
