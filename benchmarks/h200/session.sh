@@ -5,9 +5,11 @@
 #   there   take N             keep part N, and with part 0 this folder
 #   there   unpack             put the parts together; images are read once, and cached
 #   there   runs LIST K S      the runs of LIST, K at a time, for S seconds at most; their folders come back in $OUT
+#   there   rates LIST K S     likewise, and where a method's best rate is the last one tried, a run beyond it
 #   there   tests              tests/test_cuda.py, its log in $OUT
 #
-# A line of LIST is what follows `fcil run`. A run that was cut off goes on when it is asked for again.
+# A line of LIST is what follows `fcil run`. A run that was cut off goes on when it is asked for again. In place of
+# `lr=chosen` it gets the rate that did best in the runs of `rates`.
 set -euo pipefail
 home=$HOME/fcil
 export FCIL_CACHE=$HOME/cache CUDA_MPS_PIPE_DIRECTORY=$HOME/mps CUDA_MPS_LOG_DIRECTORY=$HOME/mps
@@ -55,19 +57,28 @@ one() { # when to stop, words of `fcil run`
 
 runs() {
   [ -d "$home/fcil" ] || { echo "a fresh machine: take the parts again" && exit 3; }
-  cp "$1" "$home/list.txt"
-  cd "$home" && mkdir -p "$HOME/logs" runs
+  mkdir -p "$HOME/logs" "$home/runs"
+  python3 benchmarks/h200/chosen.py "$home/runs" "$1" >"$home/list.txt"
+  cd "$home"
   export FCIL_DATA=$HOME/data
   export -f one
-  { grep -v -e '^#' -e '^$' list.txt || true; } |
+  { grep -v '^$' list.txt || true; } |
     xargs --delimiter '\n' --no-run-if-empty --max-procs "$2" -I {} bash -c "one $(($(date +%s) + $3)) {}"
   tar --create --gzip --exclude 'checkpoint*' --exclude '*.safetensors' --exclude lock runs >"$OUT/runs.tgz"
   tail -n 1 "$HOME"/logs/*.log || true
+}
+
+rates() {
+  local list=$1 end=$(($(date +%s) + $3))
+  (runs "$list" "$2" "$3")
+  python3 benchmarks/h200/chosen.py "$home/runs" "$list" further >"$HOME/further.txt"
+  cat "$HOME/further.txt"
+  (runs "$HOME/further.txt" "$2" $((end - $(date +%s))))
 }
 
 tests() {
   cd "$home" && python3 -m pytest -p no:benchmark -q -n 12 tests/test_cuda.py 2>&1 | tee "$OUT/gpu-tests.txt"
 }
 
-[ $# -gt 0 ] || { sed -n '2,10s/^# \?//p' "$0" && exit 2; }
+[ $# -gt 0 ] || { sed -n '2,12s/^# \?//p' "$0" && exit 2; }
 "$@"
