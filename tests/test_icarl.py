@@ -47,7 +47,7 @@ class Says(nn.Module):
 def value(old: Tensor | None = OLD_LOGITS, taught: Tensor = ALL) -> float:
     nets = {"net": Says(LOGITS)} | ({} if old is None else {"old": Says(old)})
     batch = Batch(torch.zeros(2, 1, 8, 8), LABELS, torch.Generator())
-    return loss(nets, batch, Given(OLD if old is not None else mask((), 4), taught)).item()
+    return loss(nets, batch, Given(OLD if old is not None else mask((), 4), taught, torch.tensor(1.0))).item()
 
 
 # -- the loss ---------------------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def test_the_label_of_an_exemplar_is_not_used() -> None:
     """The second label is an old class: its output learns from the old network alone."""
     nets = {"net": Says(LOGITS), "old": Says(OLD_LOGITS)}
     other = Batch(torch.zeros(2, 1, 8, 8), torch.tensor([2, 0]), torch.Generator())
-    assert loss(nets, other, Given(OLD, ALL)).item() == value()
+    assert loss(nets, other, Given(OLD, ALL, torch.tensor(1.0))).item() == value()
 
 
 def test_classes_that_are_not_seen_do_not_count() -> None:
@@ -238,6 +238,15 @@ def test_mirror_images_count_where_training_mirrors() -> None:
         sums = feature_sums(client.net.features, {3: images}, "crop-flip").sums[3]  # type: ignore[attr-defined]
         turned = F.normalize(client.net.features(images.flip(3))).sum(0)  # type: ignore[attr-defined]
     assert sums.shape[0] == 2 and torch.allclose(sums[1], turned, atol=1e-6) and not torch.allclose(sums[0], sums[1])
+
+
+@pytest.mark.parametrize(("tasks", "alike"), [(1, True), (2, False)])
+def test_a_mean_over_all_classes_that_will_come_does_not_shrink_with_them(tasks: int, alike: bool) -> None:
+    """Two of six classes have come: with three times the rate the first task is the same, and the next is not."""
+    how = {"stop_after": tasks, "sgd_decay": 0.0, "clip": 1e9}
+    seen, every = (learned(over=over, lr=lr, **how).parts.server.state for over, lr in (("seen", 0.1), ("all", 0.3)))
+    far = max((w - every.weights[name]).abs().max().item() for name, w in seen.weights.items())
+    assert (far < 1e-5) == alike
 
 
 def test_absent_new_classes_may_be_left_out() -> None:

@@ -45,6 +45,12 @@ class Config:
     lr: float = knob(1.0, "learning rate: large, since the loss is a mean over classes, too", above=0)
     sgd_momentum: float = knob(0.0, "momentum, in place of the protocol's", least=0, most=0.999)
     sgd_decay: float = knob(1e-5, "weight decay, in place of the protocol's", least=0)
+    over: str = knob(
+        "seen",
+        "classes that the loss is a mean over: those seen so far, or all that will come, as in the released code; then "
+        "a step does not become shorter with every task, and takes a larger lr",
+        choices=("seen", "all"),
+    )
     exemplar_codec: str = knob("raw", "how exemplars are kept: raw, or klt, dct or webp and its bytes, as webp:300")
     mask_absent_new: bool = knob(
         False, "leave out new classes that a client has no image of, which else are pushed down"
@@ -57,6 +63,7 @@ class Given:
 
     old: Tensor
     taught: Tensor  # classes whose outputs learn: all seen, as a mask
+    share: Tensor  # of the classes that the loss is a mean over
 
 
 @record
@@ -110,7 +117,8 @@ class Client:
         taught = message.new | message.old
         if self.config.mask_absent_new:
             taught = message.old | mask(tuple(data.classes()), len(message.new)).to(message.new.device)
-        c, given = self.config, Given(message.old, taught)
+        c, share = self.config, taught.float().mean()
+        given = Given(message.old, taught, share if c.over == "all" else torch.ones_like(share))
         trained = yield Fit(loss, load, ("net",), pool, c.lr, given, momentum=c.sgd_momentum, weight_decay=c.sgd_decay)
         return Update(trained.weights, trained.count)
 
@@ -146,7 +154,7 @@ def loss(nets: Nets, batch: Batch, given: Given) -> Tensor:
     if "old" in nets:
         with torch.no_grad():
             target = torch.where(given.old, nets["old"](batch.images).sigmoid(), target)
-    return binary_cross_entropy(logits, target, given.taught)
+    return given.share * binary_cross_entropy(logits, target, given.taught)
 
 
 METHOD = Method(Config, Server, Client, Memory)

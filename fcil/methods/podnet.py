@@ -7,10 +7,9 @@ before the last ReLU. A class is scored by its proxies. At the start of a task t
 each client sends centres of its features, the server takes centres of those. Old proxies are frozen in the main rounds.
 At the end, the proxies alone are fine-tuned on exemplars, equally many of each class as far as a client has them.
 
-The sharpness eta of the paper's loss is not taught by its margin (fcil/blocks/proxies.py says why).
-
 The server looks at single proposals, and where a client has few images of a class, at their single features. The
-released code clamps each entry of a gradient to 5 in size; here the protocol bounds its norm, as for every method.
+released code clamps each entry of a gradient to 5 in size; here the protocol bounds its norm, as for every method. The
+sharpness of the scores is learned, but not from the paper's margin (fcil/blocks/proxies.py says why).
 """
 
 import math
