@@ -184,8 +184,8 @@ def client_of(parts: Parts) -> Client:
 
 
 def fit_of(parts: Parts, task: int) -> Fit:
-    now = parts.scenario.tasks[task]
-    parts.scenario.begin(now)
+    for now in parts.scenario.tasks[: task + 1]:
+        parts.scenario.begin(now)
     state = replace(parts.server.state, new=mask(now.new, 6), old=mask(now.old, 6))
     state.old_weights = state.weights if task else {}
     return next(client_of(parts).train(Memory(), parts.scenario.local(0, now), state))
