@@ -16,6 +16,7 @@ from fcil.report.comparison import compare
 from fcil.report.drawing import Chart
 from fcil.report.evidence import gather, trial_of
 from fcil.report.paper import PAPER_FINAL, PAPER_TABLE_3
+from fcil.report.paper_runs import RATES
 from fcil.results.runs import find
 from tests import audits, mended, times
 
@@ -308,4 +309,5 @@ def test_rates_of_baselines_are_those_that_did_best_on_held_out_images(method: s
     best = max(found, key=lambda rate: found[rate])
     assert told == {rate: f"**{value:.1f}**" if rate == best else f"{value:.1f}" for rate, value in found.items()}
     runs = list((ROOT / "results/cifar100-10x10").glob(f"{method},*/0/config.toml"))
+    assert RATES[method] == best
     assert runs and all(tomllib.loads(path.read_text())["config"]["lr"] == float(best) for path in runs)

@@ -17,7 +17,7 @@ from fcil.plan import plan
 from fcil.report.comparison import compare
 from fcil.report.paper import PAPER_FINAL, PAPER_TABLE_3, claim, kept_in_table_3
 from fcil.report.paper_curves import MEMORIES
-from fcil.report.paper_runs import TABLES, runs_of
+from fcil.report.paper_runs import RATES, TABLES, runs_of
 from fcil.report.paper_tables import as_csv, as_latex, as_markdown, paper_tables
 from fcil.results.runs import find
 from tests.test_datasets import write_parquet
@@ -57,7 +57,7 @@ def test_table_3_takes_the_decoder_from_hybrid_replay() -> None:
     assert (
         by_method["hr"] == by_method["hr-literal"] == {"memory_share": "0.75", "rounds": "50"}
     )  # 150 of 200, 50 of 60
-    assert by_method["glfc"] == {} and set(by_method) == {
+    assert by_method["glfc"] == {"lr": "0.6"} and set(by_method) == {
         "finetune",
         "joint",
         "hr",
@@ -121,6 +121,17 @@ def test_table_2_has_ours_above_the_papers(runs: Path) -> None:
     assert found["icarl", "tinyimagenet-10x5"][0].endswith("(1 seed)") and found["icarl", "cifar100-10x10"][0] == ""
     assert found["joint", "cifar100-10x10"] == ("", "") and ("hr", "digits") not in found
     assert found["hr-literal", "cifar100-20x5"] == ("", "60.48 ± 0.47")
+
+
+def test_a_baseline_has_the_rate_chosen_for_natural_images_or_else_its_default(runs: Path) -> None:
+    assert {run.settings["lr"] for run in runs_of("table2") if run.method == "icarl"} == {RATES["icarl"]}
+    assert not any("lr" in run.settings for run in runs_of("table3", ["digits"]))
+    folder = plan("glfc", "cifar100-10x10", None, 0, {"lr": RATES["glfc"]}).folder(runs)
+    made_up_run(folder, "glfc", 7, 3, settings={"lr": RATES["glfc"]}, benchmark="cifar100-10x10", protocol="short")
+    (chosen,), (default,) = (finals(runs, f"cifar100-10x10/{name}") for name in (folder.parent.name, "glfc"))
+    assert chosen != default
+    assert fields(runs, "table2")["glfc", "cifar100-10x10"][0] == f"{chosen:.1f} (1 seed)"
+    assert fields(runs, "table3")["glfc", "final"][0] == f"{chosen:.1f} (1 seed)"
 
 
 def test_table_3_has_the_runs_of_its_budget(runs: Path) -> None:

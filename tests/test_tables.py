@@ -96,6 +96,12 @@ def test_runs_of_one_name_that_are_not_the_same_have_rows_of_their_own(tmp_path:
     assert [row.label for row in compare(runs[:2]).sections[0].rows] == ["hr"]
 
 
+def test_a_knob_that_came_later_is_told_of_the_runs_before_it_alone(tmp_path: Path) -> None:
+    runs = [in_folder(tmp_path, seed, f"[config]\nlr = 0.1\n{knob}") for seed, knob in enumerate(["", "tied = 0"])]
+    rows = {row.label: row.seeds for row in compare(runs).sections[0].rows}
+    assert rows == {"hr (tied=unset)": (0,), "hr": (1,)}
+
+
 @pytest.mark.parametrize("config", ["benchmark = 3\n", "[config]\nlr = 2026-11-16\n", "[config\n", "\x00"])
 def test_a_config_of_another_kind_stops_no_table(config: str, tmp_path: Path) -> None:
     runs = [in_folder(tmp_path, 0, config), in_folder(tmp_path, 1, "[config]\nlr = 0.1\n")]

@@ -76,8 +76,8 @@ class Section:
 
     @property
     def best(self) -> Row | None:
-        """Return the method with the highest final accuracy, bounds and changed settings aside."""
-        rivals = [row for row in self.rows if not row.settings and family(row.method) != "bound"]
+        """Return the method with the highest final accuracy, bounds and settings but the learning rate aside."""
+        rivals = [row for row in self.rows if not row.settings.keys() - {"lr"} and family(row.method) != "bound"]
         return max(rivals, key=lambda row: row.final.mean) if len(rivals) > 1 else None
 
 
@@ -147,14 +147,15 @@ def _apart(alike: Sequence[Run]) -> list[tuple[list[Run], dict[str, Any]]]:
         own = decided(run)
         parts.setdefault(text := json.dumps(own, sort_keys=True, default=str), []).append(run)
         values[text] = own
-    known = {key for own in values.values() for key in own}
-    differ = {
-        key for key in known if len({json.dumps(own.get(key), default=str) for own in values.values() if own}) > 1
-    }
-    return [
-        (runs, {key: values[text].get(key, "unset") for key in differ} if values[text] else {})
-        for text, runs in parts.items()
-    ]
+    legible = [own for own in values.values() if own]
+    known = {key for own in legible for key in own}
+    kinds = {key: {json.dumps(own[key], default=str) for own in legible if key in own} for key in known}
+
+    def told(own: Mapping[str, Any]) -> dict[str, Any]:
+        later = {key: "unset" for key in known - own.keys()}
+        return {**later, **{key: value for key, value in own.items() if len(kinds[key]) > 1}} if own else {}
+
+    return [(runs, told(values[text])) for text, runs in parts.items()]
 
 
 def _row(alike: Sequence[Run], differs: Mapping[str, Any]) -> Row:

@@ -9,6 +9,7 @@ from fcil.report.drawing import COLOURS, GREY, SYMBOLS, Cell, Chart, chart, erro
 from fcil.report.evidence import Evidence, Group, over_seeds
 from fcil.report.paper import paper_name
 from fcil.report.paper_curves import BY_MEMORY, BY_TASK, MEMORIES, MEMORYLESS, SWEPT
+from fcil.report.paper_runs import row_of
 from fcil.results.runs import Run
 from fcil.scenario.benchmarks import BENCHMARKS
 
@@ -25,7 +26,7 @@ CLAIMS = "Dotted: what the paper's Figure 3 claims, in the colour of the method,
 def over_tasks(evidence: Evidence) -> Chart | str:
     """Accuracy after each task of the methods in the paper's figure, with its curves behind."""
     claimed = BY_TASK.get(evidence.section.benchmark, {})
-    groups = [g for g in evidence.groups if g.row.method in (*OURS, "finetune", "joint") and not g.row.settings]
+    groups = [g for g in evidence.groups if g.row.method in (*OURS, "finetune", "joint") and _taken(evidence, g)]
     if not claimed or not any(g.row.method in OURS for g in groups):
         return (
             "The paper's forgetting trends are left out: it has them for "
@@ -60,7 +61,8 @@ def by_memory(evidence: Evidence) -> Chart | str:
     """Final accuracy over memory, from one raw image a class to 128, with the paper's values behind."""
     sweeps: dict[str, list[tuple[float, Group]]] = {}
     for group in evidence.groups:
-        if group.row.method in OURS and not group.row.settings.keys() - {"memory"}:
+        memory = {name: str(value) for name, value in group.row.settings.items() if name == "memory"}
+        if group.row.method in OURS and _taken(evidence, group, memory):
             sweeps.setdefault(group.row.method, []).append((memory_of(group.trials[0].run), group))
     if not any(len(points) > 1 for points in sweeps.values()):
         return (
@@ -96,6 +98,12 @@ def by_memory(evidence: Evidence) -> Chart | str:
         + (CLAIMS if claimed else "The paper has no such curve for this benchmark."),
         figure, ("method", "settings", "seeds", "memory", "final", "final_sem", "paper_final"), rows,
     )  # fmt: skip
+
+
+def _taken(evidence: Evidence, group: Group, settings: Mapping[str, str] | None = None) -> bool:
+    """Say whether these are a method's runs that the paper's tables take."""
+    rows = (one.row for one in evidence.groups)
+    return row_of(rows, evidence.section.benchmark, group.row.method, settings) is group.row
 
 
 def memory_of(run: Run) -> float:

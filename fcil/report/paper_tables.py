@@ -5,7 +5,7 @@ The first line is ours, mean and standard error over whatever seeds there are; t
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -17,7 +17,7 @@ from fcil.errors import UserError
 from fcil.report.comparison import BOUNDS, Comparison, Row, Section
 from fcil.report.paper import PAPER_FINAL, STAND_IN, Budgeted, claim, in_millions, paper_name, table_3
 from fcil.report.paper_curves import BY_MEMORY, MEMORIES, MEMORYLESS
-from fcil.report.paper_runs import TABLES, Wanted, runs_of
+from fcil.report.paper_runs import TABLES, Wanted, row_of, runs_of
 from fcil.report.tables import latex_text, markdown_text
 
 MISSING = "-"
@@ -162,7 +162,7 @@ def _table_3(protocol: str, sections: Sequence[Section]) -> list[PaperTable]:
     tables = []
     for benchmark in (section.benchmark for section in sections):
         wanted = sorted(runs_of("table3", [benchmark], protocol), key=lambda one: _rank(one.method))
-        rows = {one.method: _row(sections, benchmark, one.method, one) for one in wanted}
+        rows = {one.method: _row(sections, benchmark, one.method, _size(one)) for one in wanted}
         claims, lines = table_3(benchmark), []
         for one in wanted:
             row, ours = rows[one.method], dict.fromkeys(TABLE_3, "")
@@ -199,8 +199,8 @@ def _stands_in(section: Section) -> bool:
     """Say whether Table 3 was asked of a benchmark that stands in for one of the paper's."""
     if section.benchmark not in STAND_IN:
         return False
-    budgeted = (one for one in runs_of("table3", [section.benchmark], section.protocol) if one.settings)
-    return any(_row([section], one.benchmark, one.method, one) for one in budgeted)
+    budgeted = (one for one in runs_of("table3", [section.benchmark], section.protocol) if _size(one))
+    return any(_row([section], one.benchmark, one.method, _size(one)) for one in budgeted)
 
 
 def _times(row: Row, hr: Row | None) -> str:
@@ -219,7 +219,7 @@ def _memory(protocol: str, sections: Sequence[Section]) -> list[PaperTable]:
         for method in methods:
             fixed = method in BOUNDS or method in MEMORYLESS
             cells = [{} if fixed else {"memory": str(n)} for n in MEMORIES]
-            ours = tuple(_final(_row(sections, benchmark, method, Wanted(benchmark, method, one))) for one in cells)
+            ours = tuple(_final(_row(sections, benchmark, method, one)) for one in cells)
             values = BY_MEMORY[benchmark].get(paper_name(method), ())
             paper = tuple(f"{value:.2f}" for value in values) if values else ("",) * len(MEMORIES)
             lines.append(Line(method, ours, paper))
@@ -231,13 +231,17 @@ def _memory(protocol: str, sections: Sequence[Section]) -> list[PaperTable]:
 _DRAWN = dict(zip(TABLES, (_table_2, _table_3, _memory), strict=True))
 
 
-def _row(sections: Sequence[Section], benchmark: str, method: str, wanted: Wanted | None = None) -> Row | None:
+def _row(
+    sections: Sequence[Section], benchmark: str, method: str, settings: Mapping[str, str] | None = None
+) -> Row | None:
     """Return our line of a method with the settings that a table takes, if it was run."""
-    settings = wanted.settings if wanted else {}
     rows = (row for section in sections if section.benchmark == benchmark for row in section.rows)
-    return next(
-        (r for r in rows if r.method == method and {k: str(v) for k, v in r.settings.items()} == settings), None
-    )
+    return row_of(rows, benchmark, method, settings)
+
+
+def _size(wanted: Wanted) -> dict[str, str]:
+    """Return what a table sets but for the learning rate."""
+    return {name: value for name, value in wanted.settings.items() if name != "lr"}
 
 
 def _final(row: Row | None) -> str:
