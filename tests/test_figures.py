@@ -27,6 +27,7 @@ from fcil.report.evidence import Evidence, gather
 from fcil.report.figures import WIDTH, write_figures
 from fcil.report.paper import PAPER_FINAL
 from fcil.report.paper_curves import BY_MEMORY, BY_TASK, MEMORIES, MEMORYLESS, SWEPT
+from fcil.report.paper_runs import RATES
 from fcil.report.replay_figure import what_is_replayed
 from fcil.report.schemes import how_hybrid_replay_goes, where_forgetting_happens
 from fcil.results.gallery import GAP, HEADER, LABELS, Gallery
@@ -105,6 +106,13 @@ def test_curves_over_tasks_have_the_papers_behind_them(tmp_path: Path) -> None:
     assert list(traces["glfc"].y) == mine.trials[0].overall
     literal = [row for row in rows(chart) if row["method"] == "hr-literal"]
     assert [row["paper_accuracy"] for row in literal] == list(BY_TASK["cifar100-10x10"]["hr"][:4])
+
+
+def test_the_papers_figure_takes_the_run_with_the_rate_chosen(tmp_path: Path) -> None:
+    for settings in ({}, {"lr": RATES["glfc"]}, {"lr": "7"}):
+        write_run(tmp_path, "glfc", benchmark="cifar100-10x10", **settings)
+    told = [row["settings"] for row in rows(made(charts.over_tasks(evidence(tmp_path))))]
+    assert set(told) == {f"lr={RATES['glfc']}"}
 
 
 def test_without_the_papers_benchmark_its_curves_are_left_out(tmp_path: Path) -> None:
