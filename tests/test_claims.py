@@ -31,7 +31,7 @@ TOPICS = (
 )  # fmt: skip
 
 
-EARLIER = ROOT / "results/cifar100-before-lifelike"
+EARLIER = ROOT / "results/cifar100-superseded"
 BASELINES_ON_CIFAR = {
     "hr": "hr", "icarl": "icarl,lr=0.3", "icarl, exemplar_codec=webp:300": "icarl,exemplar_codec=webp:300,lr=0.3",
     "bic": "bic,lr=0.01", "dde": "dde,lr=0.01", "ssil": "ssil,lr=0.01", "glfc": "glfc,lr=0.6",
@@ -41,7 +41,8 @@ STOPPED_ON_CIFAR = {
     "glfc, exemplar_codec=webp:300, stopped": "glfc,exemplar_codec=webp:300,lr=0.6",
 }
 HR_ON_CIFAR = {  # as RESULTS.md calls a run, and its folder
-    "hr": "hr", "hr-no-kd": "hr-no-kd", "hr-no-global": "hr-no-global", "hr-rfa": "hr-rfa", "hr-mini": "hr-mini",
+    "hr": "hr", "hr, lifelike=0": "../cifar100-superseded/hr",
+    "hr-no-kd": "hr-no-kd", "hr-no-global": "hr-no-global", "hr-rfa": "hr-rfa", "hr-mini": "hr-mini",
     "hr, exemplars=raw: 40 images in the same bytes": "hr,exemplars=raw",
     "hr-no-latents": "hr-no-latents", "hr-literal": "hr-literal", "hr-perfect, an image for each code": "hr-perfect",
     "hr, memory_scope=client": "hr,memory_scope=client",
@@ -213,7 +214,7 @@ def test_the_table_on_cifar100_is_that_of_the_runs() -> None:
         assert cells[11] == f"{sum(last[:-1]) / len(last[:-1]):.1f} / {last[-1]:.1f}", name
         assert cells[12:] == [f"{result['forgetting']:.1f}", f"{result['memory_bytes']:,}"], name
         found += 1
-    assert found == len(HR_ON_CIFAR) == 11
+    assert found == len(HR_ON_CIFAR) == 12
 
 
 def test_the_tables_of_seeds_code_sizes_long_sequences_and_clients_that_differ_are_those_of_the_runs() -> None:
@@ -234,8 +235,8 @@ def test_the_tables_of_seeds_code_sizes_long_sequences_and_clients_that_differ_a
     means = {row.label: str(row.final) for row in short.rows if len(row.seeds) > 1}
     unset = "hr (lifelike=unset, "
     for name, folder, label in (
-        ("the same, `lifelike=0", "cifar100-before-lifelike/hr", unset + "whole=unset)"),
-        ("the same, `lifelike=0", "cifar100-before-lifelike/hr,memory_scope=client",
+        ("the same, `lifelike=0", "cifar100-superseded/hr", unset + "whole=unset)"),
+        ("the same, `lifelike=0", "cifar100-superseded/hr,memory_scope=client",
          unset + "memory_scope=client, whole=unset)"),
         ("hr-perfect*, `memory_scope=client`: 1,000 images, `lifelike=0",
          "cifar100-10x10/hr-perfect,memory_scope=client", "hr-perfect (memory_scope=client)"),
@@ -249,7 +250,7 @@ def test_the_tables_of_seeds_code_sizes_long_sequences_and_clients_that_differ_a
     joint = [f"{of(f'cifar100-10x10/joint/{seed}')['final']:.1f}" for seed in range(2)]
     assert ["joint", *joint, f"| {means['joint']}"] in lines
     for size in (32, 77, 154, 307, 614):
-        folder = "cifar100-before-lifelike/hr/0" if size == 307 else f"cifar100-10x10/hr,code_bytes={size}/0"
+        folder = "cifar100-superseded/hr/0" if size == 307 else f"cifar100-10x10/hr,code_bytes={size}/0"
         run = of(folder)
         (line,) = (line for line in lines if re.match(rf"{size}\b", line[0]) and len(line) == 7)
         assert line[1] == f"{_psnr(folder):.2f}"
@@ -261,7 +262,7 @@ def test_the_tables_of_seeds_code_sizes_long_sequences_and_clients_that_differ_a
         assert any((method, *some, *ends(run)) == line[:14] for line in cells), method
     for method, folder in (
         ("hr", "cifar100-10x10/hr"), ("hr-no-global", "cifar100-10x10/hr-no-global"),
-        ("hr, `lifelike=0", "cifar100-before-lifelike/hr"),
+        ("hr, `lifelike=0", "cifar100-superseded/hr"),
     ):  # fmt: skip
         run = of(f"{folder},alpha=0.1/0")
         assert (method, *(f"{value:.1f}" for value in run["overall"]), *ends(run)) in cells, method
@@ -310,4 +311,24 @@ def test_rates_of_baselines_are_those_that_did_best_on_held_out_images(method: s
     assert told == {rate: f"**{value:.1f}**" if rate == best else f"{value:.1f}" for rate, value in found.items()}
     runs = list((ROOT / "results/cifar100-10x10").glob(f"{method},*/0/config.toml"))
     assert RATES[method] == best
-    assert runs and all(tomllib.loads(path.read_text())["config"]["lr"] == float(best) for path in runs)
+    configs = [tomllib.loads(path.read_text())["config"] for path in runs]
+    assert configs and all(own["lr"] == float(best) for own in configs if own.get("over", "seen") == "seen")
+
+
+def test_the_table_of_the_readme_is_that_of_the_runs() -> None:
+    text = (ROOT / "README.md").read_text().partition("## What one sees")[2].partition("    fcil run hr")[0]
+    lines = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines() if "|" in line][2:]
+    found = find([ROOT / "results/cifar100-10x10"])
+    (short,) = (section for section in compare(found).sections if section.protocol == "short")
+    rows = {row.label: row for row in short.rows}
+    for name, *told in lines:
+        method, _, setting = re.sub("[*`]", "", name).partition(", ")
+        label = (
+            f"{method} ({setting})"
+            if setting.startswith("lr=")
+            else method.replace(" with raw images", " (exemplars=raw)")
+        )
+        row = rows[label]
+        assert told[:4] == [str(len(row.seeds)), str(row.final), str(row.average), f"{row.forgetting.mean:.1f}"], name
+        assert told[4].partition(":")[0] in (f"{row.memory_bytes / 1000:,.0f} KB", "0"), name
+    assert len(lines) == 11

@@ -113,6 +113,8 @@ def test_where_features_do_not_vary_there_is_no_direction() -> None:
     found = principal((features - features.mean(0)).float(), 4)
     assert found.dtype == torch.float64 and found[:, 0].norm() == pytest.approx(1) and not found[:, 1:].any()
     assert not principal(torch.zeros(5, 6), 3).any()
+    lengths = torch.tensor([1.0, 1e-3, 1e-4, 1e-6], dtype=torch.float64)  # the last is noise
+    assert torch.allclose(principal(lengths.diag(), 4).norm(dim=0), torch.tensor([1.0, 1, 1, 0], dtype=torch.float64))
 
 
 # -- the loss ---------------------------------------------------------------------------------------------------------

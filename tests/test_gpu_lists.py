@@ -34,28 +34,38 @@ def test_every_line_is_a_run_of_its_own(path: Path) -> None:
 
 
 def test_a_rate_is_chosen_by_what_held_out_images_say_and_sought_beyond_the_last_tried(tmp_path: Path) -> None:
-    for method, rate, holdout, final in (
-        ("icarl", 0.3, 0.1, 70.0), ("icarl", 1.0, 0.1, 75.0), ("icarl", 3.0, 0.1, 71.0), ("icarl", 9.0, 0.0, 99.0),
-        ("podnet", 0.1, 0.1, 40.0), ("podnet", 0.3, 0.1, 45.0),
-    ):  # fmt: skip
-        folder = tmp_path / "runs" / method / str(rate)
+    def tried(method: str, rate: float, final: float, holdout: float = 0.1, stop_after: int = 1) -> None:
+        folder = tmp_path / "runs" / f"{method},{rate},{holdout},{stop_after}"
         folder.mkdir(parents=True)
         (folder / "result.json").write_text(json.dumps({"final": final}))
-        config = f'method = "{method}"\n[benchmark]\nholdout = {holdout}\n[config]\nlr = {rate}\n'
-        (folder / "config.toml").write_text(config)
+        said = f"holdout = {holdout}\nstop_after = {stop_after}\n"
+        (folder / "config.toml").write_text(f'method = "{method}"\n[benchmark]\n{said}[config]\nlr = {rate}\n')
+
+    def said(*words: str) -> subprocess.CompletedProcess[str]:
+        tool = [sys.executable, str(LISTS[0].parent / "chosen.py"), *words]
+        return subprocess.run(tool, cwd=tmp_path, capture_output=True, text=True)
+
+    for method, finals in (("icarl", (70, 75, 71)), ("podnet", (40, 42, 45)), ("dde", (50, 49, 40)), ("bic", (1, 2))):
+        for rate, final in zip((0.1, 0.3, 1.0), finals, strict=False):
+            tried(method, rate, final)
+    tried("icarl", 9.0, 99, holdout=0.0)
+    tried("icarl", 27.0, 99, stop_after=5)
     end = "--benchmark digits --seed 0"
-    chosen = [f"{method} {end} --set lr=chosen" for method in ("icarl", "podnet", "bic")]
-    (tmp_path / "list.txt").write_text("\n".join(["# which", *chosen, f"dde {end}"]))
-    (tmp_path / "rates.txt").write_text(
-        "\n".join(f"{m} {end} --set lr=0.1 --set holdout=0.1" for m in ("icarl", "podnet"))
+    names = ("icarl", "podnet", "dde")
+    (tmp_path / "list.txt").write_text(
+        "\n".join(["# which", *(f"{m} {end} --set lr=chosen" for m in names), f"hr {end}"])
     )
+    rates = (f"{method} {end} --set lr=5 --set holdout=0.1" for method in (*names, "bic"))
+    (tmp_path / "rates.txt").write_text("\n".join(rates))
+    (tmp_path / "untried.txt").write_text(f"ssil {end} --set lr=chosen\n")
 
-    def said(*words: str) -> list[str]:
-        tool = str(LISTS[0].parent / "chosen.py")
-        done = subprocess.run(
-            [sys.executable, tool, "runs", *words], cwd=tmp_path, capture_output=True, text=True, check=True
-        )
-        return done.stdout.splitlines()
-
-    assert said("list.txt") == [f"icarl {end} --set lr=1", f"podnet {end} --set lr=0.3", f"bic {end}", f"dde {end}"]
-    assert said("rates.txt", "further") == [f"podnet {end} --set lr=0.9 --set holdout=0.1"]
+    filled = [f"icarl {end} --set lr=0.3", f"podnet {end} --set lr=1", f"dde {end} --set lr=0.1", f"hr {end}"]
+    assert said("runs", "list.txt").stdout.splitlines() == filled
+    beyond = [f"dde {end} --set lr=0.033 --set holdout=0.1", f"podnet {end} --set lr=3 --set holdout=0.1"]
+    assert said("runs", "rates.txt", "further").stdout.splitlines() == beyond
+    for words, why in (
+        (("runs", "untried.txt"), "no rate of ssil was tried"),
+        (("runs",), "usage: chosen.py RUNS LIST"),
+    ):
+        wrong = said(*words)
+        assert wrong.returncode == 1 and wrong.stdout == "" and wrong.stderr.startswith(why)

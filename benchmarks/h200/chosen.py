@@ -1,8 +1,8 @@
 """Fill in the learning rates that did best on held-out images.
 
-`python3 benchmarks/h200/chosen.py RUNS LIST` prints LIST with each `lr=chosen` replaced, by the runs with `holdout`
-under RUNS; where there is none of a method, its default stands. With `further` behind it, it prints a line of LIST for
-each method whose best rate is the smallest or the largest one tried so far, with a rate beyond it.
+`python3 benchmarks/h200/chosen.py RUNS LIST` prints LIST with each `lr=chosen` replaced, by the runs of the first task
+with `holdout` under RUNS. With `further` behind it, it prints a line of LIST for each method of which three rates were
+tried and the smallest or the largest did best, with a rate beyond it.
 """
 
 import json
@@ -17,7 +17,7 @@ def tried(runs: Path) -> dict[str, dict[float, float]]:
     found: dict[str, dict[float, float]] = {}
     for path in runs.rglob("result.json"):
         config = tomllib.loads((path.parent / "config.toml").read_text())
-        if config["benchmark"]["holdout"]:
+        if config["benchmark"]["holdout"] and config["benchmark"]["stop_after"] == 1:
             rates = found.setdefault(config["method"], {})
             rates[config["config"]["lr"]] = json.loads(path.read_text())["final"]
     return found
@@ -25,9 +25,12 @@ def tried(runs: Path) -> dict[str, dict[float, float]]:
 
 def filled(line: str, found: dict[str, dict[float, float]]) -> str:
     """Return a line of a list with the best rate of its method."""
-    rates = found.get(line.split()[0])
-    if rates is None:
-        return line.replace(" --set lr=chosen", "")
+    if "lr=chosen" not in line:
+        return line
+    method = line.split()[0]
+    if method not in found:
+        sys.exit(f"no rate of {method} was tried on held-out images here; do first: session.sh rates LIST K S")
+    rates = found[method]
     return line.replace("lr=chosen", f"lr={max(rates, key=rates.__getitem__):g}")
 
 
@@ -38,13 +41,15 @@ def further(lines: list[str], found: dict[str, dict[float, float]]) -> list[str]
         best = max(rates, key=rates.__getitem__)
         beyond = 3 if best == max(rates) else 1 / 3 if best == min(rates) else None
         line = next((line for line in lines if line.split()[0] == method), None)
-        if beyond is not None and line is not None:
+        if beyond is not None and line is not None and len(rates) > 2:
             more.append(re.sub(r"lr=\S+", f"lr={best * beyond:.2g}", line))
     return more
 
 
 if __name__ == "__main__":
+    if len(sys.argv) not in (3, 4) or sys.argv[3:] not in ([], ["further"]):
+        sys.exit("usage: chosen.py RUNS LIST [further]")
     runs, path, *rest = sys.argv[1:]
     lines = [line for line in Path(path).read_text().splitlines() if line and not line.startswith("#")]
     found = tried(Path(runs))
-    print("\n".join(further(lines, found) if rest == ["further"] else [filled(line, found) for line in lines]))
+    print("\n".join(further(lines, found) if rest else [filled(line, found) for line in lines]))

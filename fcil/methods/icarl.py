@@ -47,8 +47,8 @@ class Config:
     sgd_decay: float = knob(1e-5, "weight decay, in place of the protocol's", least=0)
     over: str = knob(
         "seen",
-        "classes that the loss is a mean over: those seen so far, or all that will come, as in the released code; then "
-        "a step does not become shorter with every task, and takes a larger lr",
+        "classes that the loss is averaged over: those seen so far, so that steps become shorter with every task, or "
+        "all that will come, the mean of the released code, which wants a larger lr",
         choices=("seen", "all"),
     )
     exemplar_codec: str = knob("raw", "how exemplars are kept: raw, or klt, dct or webp and its bytes, as webp:300")
@@ -63,7 +63,7 @@ class Given:
 
     old: Tensor
     taught: Tensor  # classes whose outputs learn: all seen, as a mask
-    share: Tensor  # of the classes that the loss is a mean over
+    share: Tensor  # that they are of the classes the loss is averaged over
 
 
 @record

@@ -8,8 +8,8 @@ each client sends centres of its features, the server takes centres of those. Ol
 At the end, the proxies alone are fine-tuned on exemplars, equally many of each class as far as a client has them.
 
 The server looks at single proposals, and where a client has few images of a class, at their single features. The
-released code clamps each entry of a gradient to 5 in size; here the protocol bounds its norm, as for every method. The
-sharpness of the scores is learned, but not from the paper's margin (fcil/blocks/proxies.py says why).
+released code clamps each entry of a gradient to 5 in size; here the protocol bounds its norm, as for every method. How
+sharp the scores are is learned, but not from the paper's margin, which on hard images would turn it negative.
 """
 
 import math
