@@ -58,13 +58,15 @@ one() { # when to stop, words of `fcil run`
 runs() {
   [ -d "$home/fcil" ] || { echo "a fresh machine: take the parts again" && exit 3; }
   mkdir -p "$HOME/logs" "$home/runs"
-  python3 benchmarks/h200/chosen.py "$home/runs" "$1" >"$home/list.txt"
+  local list
+  list=$(python3 benchmarks/h200/chosen.py "$home/runs" "$1")
   cd "$home"
   export FCIL_DATA=$HOME/data
   export -f one
-  { grep -v '^$' list.txt || true; } |
+  { grep -v '^$' <<<"$list" || true; } |
     xargs --delimiter '\n' --no-run-if-empty --max-procs "$2" -I {} bash -c "one $(($(date +%s) + $3)) {}"
-  tar --create --gzip --exclude 'checkpoint*' --exclude '*.safetensors' --exclude lock runs >"$OUT/runs.tgz"
+  tar --create --gzip --exclude 'checkpoint*' --exclude '*.safetensors' --exclude lock runs >"$OUT/runs.tgz" ||
+    [ $? = 1 ] # another run wrote meanwhile
   tail -n 1 "$HOME"/logs/*.log || true
 }
 
