@@ -60,12 +60,8 @@ def test_a_rate_is_chosen_by_what_held_out_images_say_and_sought_beyond_the_last
     (tmp_path / "untried.txt").write_text(f"ssil {end} --set lr=chosen\n")
 
     filled = [f"icarl {end} --set lr=0.3", f"podnet {end} --set lr=1", f"dde {end} --set lr=0.1", f"hr {end}"]
-    assert said("runs", "list.txt").stdout.splitlines() == filled
+    assert said("list.txt", "runs").stdout.splitlines() == filled
     beyond = [f"dde {end} --set lr=0.033 --set holdout=0.1", f"podnet {end} --set lr=3 --set holdout=0.1"]
-    assert said("runs", "rates.txt", "further").stdout.splitlines() == beyond
-    for words, why in (
-        (("runs", "untried.txt"), "no rate of ssil was tried"),
-        (("runs",), "usage: chosen.py RUNS LIST"),
-    ):
-        wrong = said(*words)
-        assert wrong.returncode == 1 and wrong.stdout == "" and wrong.stderr.startswith(why)
+    assert said("--further", "rates.txt", "none", "runs").stdout.splitlines() == beyond
+    wrong = said("untried.txt", "runs")
+    assert wrong.returncode == 1 and wrong.stdout == "" and wrong.stderr.startswith("no rate of ssil was tried")

@@ -1,21 +1,23 @@
 """Fill in the learning rates that did best on held-out images.
 
-`python3 benchmarks/h200/chosen.py RUNS LIST` prints LIST with each `lr=chosen` replaced, by the runs of the first task
-with `holdout` under RUNS. With `further` behind it, it prints a line of LIST for each method of which three rates were
+`python3 benchmarks/h200/chosen.py LIST RUNS...` prints LIST with each `lr=chosen` replaced, by the runs of the first
+task with `holdout` under RUNS. With `--further` it prints a line of LIST for each method of which three rates were
 tried and the smallest or the largest did best, with a rate beyond it.
 """
 
+import argparse
 import json
 import re
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 
-def tried(runs: Path) -> dict[str, dict[float, float]]:
+def tried(runs: Sequence[Path]) -> dict[str, dict[float, float]]:
     """Return held-out accuracy by method and rate."""
     found: dict[str, dict[float, float]] = {}
-    for path in runs.rglob("result.json"):
+    for path in (path for folder in runs for path in folder.rglob("result.json")):
         config = tomllib.loads((path.parent / "config.toml").read_text())
         if config["benchmark"]["holdout"] and config["benchmark"]["stop_after"] == 1:
             rates = found.setdefault(config["method"], {})
@@ -47,9 +49,11 @@ def further(lines: list[str], found: dict[str, dict[float, float]]) -> list[str]
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (3, 4) or sys.argv[3:] not in ([], ["further"]):
-        sys.exit("usage: chosen.py RUNS LIST [further]")
-    runs, path, *rest = sys.argv[1:]
-    lines = [line for line in Path(path).read_text().splitlines() if line and not line.startswith("#")]
-    found = tried(Path(runs))
-    print("\n".join(further(lines, found) if rest else [filled(line, found) for line in lines]))
+    words = argparse.ArgumentParser()
+    words.add_argument("list", type=Path)
+    words.add_argument("runs", type=Path, nargs="+")
+    words.add_argument("--further", action="store_true")
+    given = words.parse_args()
+    lines = [line for line in given.list.read_text().splitlines() if line and not line.startswith("#")]
+    found = tried(given.runs)
+    print("\n".join(further(lines, found) if given.further else [filled(line, found) for line in lines]))
