@@ -11,12 +11,13 @@ import pytest
 import fcil
 from fcil.methods import METHODS
 from fcil.plan import plan
-from fcil.report.apart import mended_later
+from fcil.report.apart import change_later, mended_later
 from fcil.report.comparison import compare
 from fcil.report.drawing import Chart
 from fcil.report.evidence import gather, trial_of
 from fcil.report.paper import PAPER_FINAL, PAPER_TABLE_3
 from fcil.report.paper_runs import RATES
+from fcil.results.metrics import mean_and_sem
 from fcil.results.runs import find
 from tests import audits, mended, times
 
@@ -150,9 +151,17 @@ def test_whether_confusion_is_mended_later_is_as_the_ledgers_have_it() -> None:
     text = (ROOT / "docs/forgetting.md").read_text()
     for line in mended.rows():
         assert line in text, line
-    for folder, name in (("hr", "hr"), ("hr-literal,protocol=paper", "hr-literal (protocol `paper`)")):
-        now, then = mended.over_tasks(trial_of(ROOT / "results/cifar100-10x10" / folder / "0"))
-        assert f"{name} {now:.3f} and {then:.3f}" in row[2] and f" {now:.3f} and {then:.3f}" in text
+    now, then = mended.over_tasks(trial_of(ROOT / "results/cifar100-10x10/hr-literal,protocol=paper/0"))
+    assert f"hr-literal (protocol `paper`, one seed) {now:.3f} and {then:.3f}" in row[2]
+    assert f"`hr-literal` (protocol `paper`, one seed) {now:.3f} and {then:.3f}" in text
+    (cifar,), _ = gather([ROOT / "results/cifar100-10x10/hr"])
+    (group,) = cifar.groups
+    change = change_later(group)
+    assert len(group.trials) == 3 and change is not None
+    sides = zip(*map(mended.over_tasks, group.trials), strict=True)
+    told = "{} and {}".format(*("{:.3f} ± {:.3f}".format(*mean_and_sem(side)) for side in sides))
+    assert f"hr {told}, less by {-change.mean:.3f} (95 %: {-change.high:.3f} to {-change.low:.3f})" in row[2]
+    assert f"{told}, a change of {change.mean:.3f} ({change.low:.3f} to {change.high:.3f})" in text
 
 
 def test_the_capacity_row_says_what_the_runs_and_audits_found() -> None:
@@ -299,6 +308,25 @@ def test_the_table_of_baselines_with_exemplars_on_cifar_is_that_of_the_runs() ->
         assert len(measured) == 8 and rows[name][:8] == [f"{value:.1f}" for value in measured], name
 
 
+def test_the_table_of_data_free_and_hybrid_baselines_on_cifar_is_that_of_the_runs() -> None:
+    text = (ROOT / "RESULTS.md").read_text().partition("**On CIFAR-100** (cifar100-10x10")[2].partition("###")[0]
+    (line,) = (line for line in text.splitlines() if line.startswith("| remind |"))
+    result = json.loads((ROOT / "results/cifar100-10x10/remind,lr=0.01/0/result.json").read_text())
+    last, claimed = result["matrix"][-1], PAPER_FINAL["cifar100-10x10"]["remind"]
+    ends = [f"{sum(last[:-1]) / len(last[:-1]):.1f} / {last[-1]:.1f}", f"{result['forgetting']:.1f}", f"{claimed:.2f}"]
+    assert line.strip("| ").split(" | ")[1:] == [*(f"{value:.1f}" for value in result["overall"]), *ends]
+
+
+def test_what_new_images_as_they_are_are_worth_is_what_held_out_images_say() -> None:
+    text = (ROOT / "RESULTS.md").read_text()
+    for name, setting in (("hr, `memory_scope=client`", ""), ("with `whole=0.5`", ",whole=0.5")):
+        cells = []
+        for seed in range(2):
+            tasks = _tasks(f"cifar100-held-out/hr,holdout=0.1,memory_scope=client,stop_after=5{setting}/{seed}")
+            cells.append(" ".join(f"{100 * sum(task['correct']) / sum(task['total']):.1f}" for task in tasks))
+        assert f"| {name} | {' | '.join(cells)} |" in text
+
+
 @pytest.mark.parametrize("method", ["icarl", "glfc", "dde", "podnet", "mfcl", "ictrl"])
 def test_rates_of_baselines_are_those_that_did_best_on_held_out_images(method: str) -> None:
     text = (ROOT / "RESULTS.md").read_text().partition("## How the learning rate was chosen")[2]
@@ -337,4 +365,4 @@ def test_the_table_of_the_readme_is_that_of_the_runs() -> None:
         row = rows[label]
         assert told[:4] == [str(len(row.seeds)), str(row.final), str(row.average), f"{row.forgetting.mean:.1f}"], name
         assert told[4].partition(":")[0] in (f"{row.memory_bytes / 1000:,.0f} KB", "0"), name
-    assert len(lines) == 13
+    assert len(lines) == 14

@@ -33,7 +33,10 @@ def filled(line: str, found: dict[str, dict[float, float]]) -> str:
     if method not in found:
         sys.exit(f"no rate of {method} was tried on held-out images here; do first: session.sh rates LIST K S")
     rates = found[method]
-    return line.replace("lr=chosen", f"lr={max(rates, key=rates.__getitem__):g}")
+    best = max(rates, key=rates.__getitem__)
+    if best in (min(rates), max(rates)):
+        print(f"{method}: {best:g} is the best rate, and the last one tried", file=sys.stderr)
+    return line.replace("lr=chosen", f"lr={best:g}")
 
 
 def further(lines: list[str], found: dict[str, dict[float, float]]) -> list[str]:

@@ -22,15 +22,16 @@ pack() {
   (cd "${FCIL_DATA:?}" && ls -d "$@")
   mkdir -p carry/kept && rm -f carry/part.*
   tar --create --directory "$FCIL_DATA" "$@" --directory "$PWD/carry" kept |
-    split --bytes 36MB --numeric-suffixes --suffix-length 2 - carry/part.
+    split --bytes 24MB --numeric-suffixes --suffix-length 2 - carry/part. # with each of them the whole folder travels
   ls -l carry
 }
 
 keep() {
-  cd "$(dirname "$0")/../.."
-  rm -rf carry/kept && mkdir -p carry/kept
-  cat $(printf '%s/kept.* ' "$@") | tar --extract --directory carry/kept
-  find carry/kept -name config.toml
+  local kept
+  kept=$(dirname "$0")/../../carry/kept
+  rm -rf "$kept" && mkdir -p "$kept"
+  for folder in "$@"; do cat "$folder"/kept.*; done | tar --extract --directory "$kept"
+  find "$kept" -name config.toml
 }
 
 take() {
@@ -59,7 +60,7 @@ one() { # when to stop, words of `fcil run`
   shift
   local name=$HOME/logs/${*//[^a-z0-9=.-]/_}
   if [ "$left" -le 5 ] || [ -e "$name.done" ]; then return 0; fi
-  # those of many short kernels, one after the other, go first: the others wait for the GPU, not for its answers
+  # these start many short kernels in a row and would queue behind the other runs at each: they go first
   case $1 in geodl | glfc) export CUDA_MPS_CLIENT_PRIORITY=0 ;; *) export CUDA_MPS_CLIENT_PRIORITY=1 ;; esac
   if timeout --signal INT "$left" python3 -m fcil run "$@" --device "${DEVICE:-cuda}" >>"$name.log" 2>&1; then
     touch "$name.done"
@@ -91,20 +92,22 @@ rates() {
   (runs "$HOME/further.txt" "$2" $((end - $(date +%s))))
 }
 
-unfinished() { # the files of a run, of its checkpoints the newest state
-  [ ! -e "$1/result.json" ] || return 0
+unfinished() { # the files of a run that has a checkpoint, of its states the newest that is whole
+  local newest
+  newest=$(find "$1/checkpoint" -name '*.json' -printf '%f\n' | sort --version-sort | tail --lines 1)
+  if [ -e "$1/result.json" ] || [ -z "$newest" ]; then return 0; fi
   find "$1" -type f ! -name lock ! -name 'state-*'
-  ls --sort version "$1"/checkpoint/state-* | tail --lines 1
+  echo "$1/checkpoint/state-${newest%.json}.safetensors"
 }
 
 save() {
   cd "$home"
   if [ "$1" = 0 ]; then
-    find runs -name checkpoint -printf '%h\n' | grep -e "$2" | while read -r run; do unfinished "$run"; done |
-      tar --create --files-from - >"$HOME/kept.tar"
+    find runs -name checkpoint -printf '%h\n' | { grep -e "$2" || echo "no run has $2 in its name" >&2; } |
+      while read -r run; do unfinished "$run"; done | tar --create --files-from - >"$HOME/kept.tar"
     echo "$(($(stat --format %s "$HOME/kept.tar") / 64000000 + 1)) times, from save 0"
   fi
-  tail --bytes "+$(($1 * 64000000 + 1))" "$HOME/kept.tar" | head --bytes 64000000 |
+  dd if="$HOME/kept.tar" bs=1MB skip=$(($1 * 64)) count=64 status=none |
     split --bytes 16MB --numeric-suffixes --suffix-length 1 - "$OUT/kept.$1."
 }
 
