@@ -4,14 +4,14 @@
 #   here    pack DATASET...    datasets of $FCIL_DATA, and runs that were kept, in parts: carry/part.00, .01, ...
 #   there   take N             keep part N (two digits), and with part 00 this folder
 #   there   unpack             put the parts together; images are read once, and cached
-#   there   runs LIST K S      the runs of LIST, K at a time, for S seconds at most; their folders come back in $OUT
+#   there   runs LISTS K S     the runs of "LIST ...", K at a time, for S seconds at most; their folders come back in $OUT
 #   there   rates LIST K S     likewise, and where a method's best rate is the last one tried, a run beyond it
 #   there   tests              tests/test_cuda.py, its log in $OUT
 #   there   save N NAME        unfinished runs, those whose folder has NAME in it, with their checkpoints: the N-th 64 MB
 #   here    keep FOLDER...     put together what came back of them, for the next `pack`: they go on another day
 #
 # A line of LIST is what follows `fcil run`. A run that was cut off goes on when it is asked for again. In place of
-# `lr=chosen` it gets the rate that did best in the runs of `rates`.
+# `lr=chosen` it gets the rate that has done best, when its turn comes, on held-out images.
 set -euo pipefail
 home=$HOME/fcil
 export FCIL_CACHE=$HOME/cache CUDA_MPS_PIPE_DIRECTORY=$HOME/mps CUDA_MPS_LOG_DIRECTORY=$HOME/mps
@@ -56,8 +56,9 @@ unpack() {
 }
 
 one() { # when to stop, words of `fcil run`
-  local left=$(($1 - $(date +%s)))
-  shift
+  local left=$(($1 - $(date +%s))) line
+  line=$(python3 benchmarks/h200/chosen.py <(echo "${*:2}") results/cifar100-held-out runs) || return 0
+  set -- $line
   local name=$HOME/logs/${*//[^a-z0-9=.-]/_}
   if [ "$left" -le 5 ] || [ -e "$name.done" ]; then return 0; fi
   # these start many short kernels in a row and would queue behind the other runs at each: they go first
@@ -73,11 +74,11 @@ runs() {
   [ -d "$home/fcil" ] || { echo "a fresh machine: take the parts again" && exit 3; }
   mkdir -p "$HOME/logs" "$home/runs"
   local list
-  list=$(python3 benchmarks/h200/chosen.py "$1" "$home/results/cifar100-held-out" "$home/runs")
+  list=$(cat $1 | { grep -v -e '^#' -e '^$' || true; })
   cd "$home"
   export FCIL_DATA=$HOME/data
   export -f one
-  { grep -v '^$' <<<"$list" || true; } |
+  printf %s "$list" |
     xargs --delimiter '\n' --no-run-if-empty --max-procs "$2" -I {} bash -c "one $(($(date +%s) + $3)) {}"
   tar --create --gzip --exclude 'checkpoint*' --exclude '*.safetensors' --exclude lock runs >"$OUT/runs.tgz" ||
     [ $? = 1 ] # another run wrote meanwhile
