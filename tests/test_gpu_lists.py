@@ -1,9 +1,13 @@
 """The lists of runs for a borrowed GPU: a word misspelt there would cost its time."""
 
+import io
 import json
+import os
+import random
 import shlex
 import subprocess
 import sys
+import tarfile
 from argparse import ArgumentParser
 from pathlib import Path
 
@@ -31,6 +35,52 @@ def test_every_line_is_a_run_of_its_own(path: Path) -> None:
     lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
     folders = [planned(line).folder() for line in lines]
     assert lines and len(set(folders)) == len(folders)
+
+
+def test_an_unfinished_run_comes_home_in_slices_and_travels_again(tmp_path: Path) -> None:
+    """With what it takes to go on; a run that has ended, or never began, stays, and nothing kept is lost by mistake."""
+    tool, there = tmp_path / "here/benchmarks/h200/session.sh", tmp_path / "there"
+    tool.parent.mkdir(parents=True)
+    tool.write_bytes((LISTS[0].parent / "session.sh").read_bytes())
+    (tmp_path / "data/digits").mkdir(parents=True)
+
+    def session(*words: str, out: str = "0") -> subprocess.CompletedProcess[str]:
+        (tmp_path / out).mkdir(exist_ok=True)
+        places = {"HOME": str(there), "OUT": str(tmp_path / out), "FCIL_DATA": str(tmp_path / "data")}
+        command = ["bash", "benchmarks/h200/session.sh", *words]
+        return subprocess.run(command, cwd=tmp_path / "here", env=os.environ | places, capture_output=True, text=True)
+
+    run = "runs/digits/hr/0"
+    large = random.Random(0).randbytes(70_000_000)  # more than comes back at once
+    states = {n: f"checkpoint/state-{n}.safetensors" for n in (9, 10, 11)}  # the last has no manifest yet
+    files = {"config.toml": b"", "checkpoint/9.json": b"{}", "checkpoint/10.json": b"{}"}
+    files |= {"checkpoint/memories-3.safetensors": large} | {path: path.encode() for path in states.values()}
+    for name, content in files.items():
+        path = there / "fcil" / run / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    for other in ("ended/0/checkpoint", "unborn/0/checkpoint"):
+        (there / "fcil/runs/digits" / other).mkdir(parents=True)
+    (there / "fcil/runs/digits/ended/0/result.json").touch()
+    (there / "fcil/runs/digits/ended/0/checkpoint/1.json").touch()
+
+    assert session("save", "0", "digits").stdout == "2 times, from save 0\n"
+    assert session("save", "1", "digits", out="1").returncode == 0
+    slices = [path for out in "01" for path in (tmp_path / out).iterdir()]
+    assert len(slices) == 5 and max(path.stat().st_size for path in slices) <= 2**24
+    assert session("keep", str(tmp_path / "0"), str(tmp_path / "1")).returncode == 0
+    assert session("keep", str(tmp_path / "none")).returncode != 0
+    kept = tmp_path / "here/carry/kept"
+    found = {str(path.relative_to(kept / run)): path.read_bytes() for path in kept.rglob("*") if path.is_file()}
+    assert found == {name: content for name, content in files.items() if name not in (states[9], states[11])}
+
+    assert session("pack", "digits").returncode == 0
+    parts = sorted((tmp_path / "here/carry").glob("part.*"))
+    assert [path.name for path in parts] == ["part.00", "part.01", "part.02"]
+    assert all(session("take", path.suffix[1:]).returncode == 0 for path in parts)
+    taken = b"".join(path.read_bytes() for path in sorted((there / "parts").iterdir()))
+    with tarfile.open(fileobj=io.BytesIO(taken)) as packed:
+        assert f"kept/{run}/checkpoint/state-10.safetensors" in packed.getnames() and "digits" in packed.getnames()
 
 
 def test_a_rate_is_chosen_by_what_held_out_images_say_and_sought_beyond_the_last_tried(tmp_path: Path) -> None:

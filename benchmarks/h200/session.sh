@@ -27,11 +27,12 @@ pack() {
 }
 
 keep() {
-  local kept
-  kept=$(dirname "$0")/../../carry/kept
-  rm -rf "$kept" && mkdir -p "$kept"
-  for folder in "$@"; do cat "$folder"/kept.*; done | tar --extract --directory "$kept"
-  find "$kept" -name config.toml
+  local carry
+  carry=$(dirname "$0")/../../carry
+  rm -rf "$carry/new" && mkdir -p "$carry/new"
+  for folder in "$@"; do cat "$folder"/kept.*; done | tar --extract --directory "$carry/new"
+  rm -rf "$carry/kept" && mv "$carry/new" "$carry/kept" # not before all of it is there
+  find "$carry/kept" -name config.toml
 }
 
 take() {
