@@ -47,6 +47,8 @@ class Config:
     )  # fmt: skip
     pull: float = knob(1 / 30, "lambda of Eq. 7 over an image's numbers; also scales distillation", above=0)
     temperature: float = knob(2.5, "of the softmax over negative squared distances, where loss=softmax", above=0)
+    contrast: float = knob(0.0, "weight beside the pull of a softmax over distances to the classes at hand", least=0)
+    own: float = knob(1.0, "weight of what is off along the direction of one's own centroid", least=1)
     balance: float = knob(0.0, "0: images weigh alike; 1: the classes that a client has do", least=0, most=1)
     alignment: str = knob("lennard-jones", "how the server places new centroids", choices=tuple(placing.ALIGNMENTS))
     align_steps: int = knob(3000, "most steps of an alignment", least=1)
@@ -126,6 +128,7 @@ class Given:
     old: Tensor  # classes that the old encoder knows, as a mask
     held: Tensor  # classes that the client replays or has at hand, likewise
     new: Tensor  # classes that come with the task, likewise
+    seen: Tensor
     between: Tensor  # projects onto the differences of their centroids, where `whole` is set
     weight: Tensor  # of an image in the loss, by its class
 
@@ -315,7 +318,7 @@ class Client:  # Algorithm 2
         between = torch.zeros(0)
         if self.whole:
             between = data.cached("between", lambda _: placing.between(message.centroids, task))
-        return Given(message.centroids, old, counts > 0, new, between, weight)
+        return Given(message.centroids, old, counts > 0, new, message.seen, between, weight)
 
     def loss(self, nets: Nets, batch: Batch, given: Given) -> Tensor:  # 18
         """Eq. 7 without its reconstruction, which is the codec's, and line 20 where the old encoder knows the class."""
@@ -326,6 +329,13 @@ class Client:  # Algorithm 2
             off = z - given.centroids[batch.labels]
             off = torch.where(whole, placing.projected(off, given.between), off) if self.whole else off
             each = c.pull * off.square().sum(1)  # 19
+            if c.own > 1:
+                towards = given.centroids - (given.centroids * given.seen[:, None]).sum(0) / given.seen.sum()
+                towards = nn.functional.normalize(towards, dim=1)[batch.labels]
+                each = each + c.pull * (c.own - 1) * (off * towards).sum(1).square()
+            if c.contrast:
+                logits = masked(placing.scores(z, given.centroids, c.temperature), given.held)
+                each = each + c.contrast * nn.functional.cross_entropy(logits, batch.labels, reduction="none")
         else:
             held = given.held & (given.new | ~whole)
             logits = masked(placing.scores(z, given.centroids, c.temperature), held)
