@@ -41,14 +41,11 @@ class Config:
         0, "numbers in which the encoder classifies; 0 is twice the classes: room for a simplex", least=0
     )
     spacing: float = knob(5.0, "sigma of Eq. 8: centroids rest 2^(1/6) sigma apart", above=0)
-    loss: str = knob(
-        "pull", "what draws an image to its centroid: the squared distance of Eq. 7, or a softmax over them",
-        choices=("pull", "softmax"),
-    )  # fmt: skip
     pull: float = knob(1 / 30, "lambda of Eq. 7 over an image's numbers; also scales distillation", above=0)
-    temperature: float = knob(2.5, "of the softmax over negative squared distances, where loss=softmax", above=0)
-    contrast: float = knob(0.0, "weight beside the pull of a softmax over distances to the classes at hand", least=0)
-    own: float = knob(1.0, "weight of what is off along the direction of one's own centroid", least=1)
+    contrast: float = knob(
+        0.1, "weight of the cross-entropy beside the pull, of a softmax over distances to the classes at hand", least=0
+    )
+    temperature: float = knob(2.5, "of that softmax over negative squared distances", above=0)
     balance: float = knob(0.0, "0: images weigh alike; 1: the classes that a client has do", least=0, most=1)
     alignment: str = knob("lennard-jones", "how the server places new centroids", choices=tuple(placing.ALIGNMENTS))
     align_steps: int = knob(3000, "most steps of an alignment", least=1)
@@ -60,10 +57,6 @@ class Config:
     one_domain: bool = knob(
         True, "new images pass the codec, too, before they are trained on; or are made up, where all replay is"
     )
-    whole: float = knob(
-        0.0, "share of new images seen as they are; after the first task they say only which new class they are of",
-        least=0, most=0.9,
-    )  # fmt: skip
     exemplars: str = knob(
         "codes", "what is kept: codes; raw images that fit; images, one for each code (hr-perfect); nothing",
         choices=("codes", "raw", "images", "none"),
@@ -127,9 +120,6 @@ class Given:
     centroids: Tensor
     old: Tensor  # classes that the old encoder knows, as a mask
     held: Tensor  # classes that the client replays or has at hand, likewise
-    new: Tensor  # classes that come with the task, likewise
-    seen: Tensor
-    between: Tensor  # projects onto the differences of their centroids, where `whole` is set
     weight: Tensor  # of an image in the loss, by its class
 
 
@@ -226,7 +216,6 @@ class Client:  # Algorithm 2
         self.config, self.setting, self.codec = config, setting, codec_of(config, setting)
         self.net, self.old = (setting.encoder(latent_size(config, setting)) for _ in range(2))  # 1
         self.keeper = RawCodec(setting.shape) if config.exemplars in ("raw", "images") else self.codec
-        self.whole = config.whole if config.one_domain and self.keeper is self.codec else 0.0
         self.at_once = max(1, 2**17 // math.prod(setting.shape[1:]))  # images through a network at a time
 
     def networks(self) -> dict[str, nn.Module]:
@@ -255,7 +244,7 @@ class Client:  # Algorithm 2
         load = {"net": message.weights} | ({"old": message.old_weights} if message.old_weights else {})  # 12
         pool = data.cached("interleaved", lambda generator: self.interleaved(memory, data, message, generator))
         trained = yield Fit(
-            self.loss, load, ("net",), pool, self.config.lr, self.given(pool, data, message),
+            self.loss, load, ("net",), pool, self.config.lr, self.given(pool, data.task, message),
             new_share=self.config.new_share,
         )  # fmt: skip  # 15-17, 22-25
         own = data.cached("own", lambda _: int((~pool.extra["made"]).sum()))  # made-up ones are no reason to weigh more
@@ -274,24 +263,11 @@ class Client:  # Algorithm 2
         all_made = bool(absent) and not kept
         new = self.alike(all_made, data, message, generator) if c.one_domain else data.images  # 4
         made = self.made_up(absent, number, message, generator)  # 9
-        whole, new_weight = self.drawn_whole(data, generator)
-        new = torch.where(whole[:, None, None, None], data.images, new)
         images = torch.cat([new, *kept.values(), *made.values()])  # 10, 11
         labels = torch.cat([data.labels, keeping.labels_of(kept | made).to(data.labels)])
         is_made = torch.arange(len(images), device=labels.device) >= len(images) - number * len(made)
         weight = torch.where(is_made, c.made_weight or len(made) / max(1, len(data.task.old)), 1.0)
-        weight[: len(new)] = new_weight
-        whole = nn.functional.pad(whole, (0, len(images) - len(new)))
-        return Pool(images, labels, extra={"made": is_made, "whole": whole, "weight": weight})
-
-    def drawn_whole(self, data: LocalData, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Draw which of the task's images are seen as they are, and say what each weighs."""
-        if not self.whole or len(data.task.new) < 2:  # a class by itself differs from no other new one
-            return torch.zeros_like(data.labels, dtype=torch.bool), torch.ones_like(data.labels, dtype=torch.float32)
-        new = torch.isin(data.labels, torch.tensor(data.task.new).to(data.labels))
-        whole = new & (torch.rand(len(new), generator=generator, device=new.device) < self.whole)
-        more = (1 - self.whole) ** -0.5 if data.task.old else 1.0  # whole ones do not say that they are new
-        return whole, torch.where(new & ~whole, more, 1.0)
+        return Pool(images, labels, extra={"made": is_made, "weight": weight})
 
     def alike(self, all_made: bool, data: LocalData, message: Model, generator: torch.Generator) -> Tensor:
         """Return the task's images as old ones look: decoded, or made up where all that is replayed is."""
@@ -308,38 +284,24 @@ class Client:  # Algorithm 2
         moments = (m.means, m.deviations, m.roots)
         return making.made(self.codec, m.codec, moments, self.config.tied, classes, number, generator)
 
-    def given(self, pool: Pool, data: LocalData, message: Model) -> Given:
+    def given(self, pool: Pool, task: Task, message: Model) -> Given:
         """Say what the loss has to know of the classes."""
-        task = data.task
         counts = torch.bincount(pool.labels, minlength=len(message.seen)).to(message.centroids)
         weight = counts.clamp_min(1) ** -self.config.balance
         weight = weight * counts.sum() / (weight * counts).sum().clamp_min(1)  # 1 on average
-        old, new = mask(task.old, len(counts)), mask(task.new, len(counts))
-        between = torch.zeros(0)
-        if self.whole:
-            between = data.cached("between", lambda _: placing.between(message.centroids, task))
-        return Given(message.centroids, old, counts > 0, new, message.seen, between, weight)
+        return Given(message.centroids, mask(task.old, len(counts)), counts > 0, weight)
 
     def loss(self, nets: Nets, batch: Batch, given: Given) -> Tensor:  # 18
-        """Eq. 7 without its reconstruction, which is the codec's, and line 20 where the old encoder knows the class."""
+        """Eq. 7 without its reconstruction, which is the codec's, and line 20 where the old encoder knows the class.
+
+        The pull alone leaves classes that are much alike where it cannot tell them apart; cross-entropy tells them.
+        """
         c, old = self.config, nets.get("old")
         z = nets["net"](batch.images)[0]
-        whole = batch.extra["whole"][:, None]
-        if c.loss == "pull":
-            off = z - given.centroids[batch.labels]
-            off = torch.where(whole, placing.projected(off, given.between), off) if self.whole else off
-            each = c.pull * off.square().sum(1)  # 19
-            if c.own > 1:
-                towards = given.centroids - (given.centroids * given.seen[:, None]).sum(0) / given.seen.sum()
-                towards = nn.functional.normalize(towards, dim=1)[batch.labels]
-                each = each + c.pull * (c.own - 1) * (off * towards).sum(1).square()
-            if c.contrast:
-                logits = masked(placing.scores(z, given.centroids, c.temperature), given.held)
-                each = each + c.contrast * nn.functional.cross_entropy(logits, batch.labels, reduction="none")
-        else:
-            held = given.held & (given.new | ~whole)
-            logits = masked(placing.scores(z, given.centroids, c.temperature), held)
-            each = nn.functional.cross_entropy(logits, batch.labels, reduction="none")
+        each = c.pull * squared_error(z, given.centroids[batch.labels])  # 19
+        if c.contrast:
+            scores = masked(placing.scores(z, given.centroids, c.temperature), given.held)
+            each = each + c.contrast * nn.functional.cross_entropy(scores, batch.labels, reduction="none")
         if old is not None:
             with torch.no_grad():
                 taught = old(batch.images)[0]  # 21: no decoder learns
