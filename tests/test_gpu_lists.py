@@ -39,14 +39,15 @@ def test_every_line_is_a_run_of_its_own(path: Path) -> None:
 
 def test_an_unfinished_run_comes_home_in_slices_and_travels_again(tmp_path: Path) -> None:
     """With what it takes to go on; a run that has ended, or never began, stays, and nothing kept is lost by mistake."""
-    tool, there = tmp_path / "here/benchmarks/h200/session.sh", tmp_path / "there"
-    tool.parent.mkdir(parents=True)
-    tool.write_bytes((LISTS[0].parent / "session.sh").read_bytes())
+    tools, there = tmp_path / "here/benchmarks/h200", tmp_path / "there"
+    tools.mkdir(parents=True)
+    for name in ("session.sh", "dense.py"):
+        (tools / name).write_bytes((LISTS[0].parent / name).read_bytes())
     (tmp_path / "data/digits").mkdir(parents=True)
 
     def session(*words: str, out: str = "0") -> subprocess.CompletedProcess[str]:
         (tmp_path / out).mkdir(exist_ok=True)
-        places = {"HOME": str(there), "OUT": str(tmp_path / out), "FCIL_DATA": str(tmp_path / "data")}
+        places = {"HOME": str(there), "OUT": str(tmp_path / out), "FCIL_DATA": str(tmp_path / "data"), "PYTHON": sys.executable}
         command = ["bash", "benchmarks/h200/session.sh", *words]
         return subprocess.run(command, cwd=tmp_path / "here", env=os.environ | places, capture_output=True, text=True)
 
@@ -76,7 +77,7 @@ def test_an_unfinished_run_comes_home_in_slices_and_travels_again(tmp_path: Path
 
     assert session("pack", "digits").returncode == 0
     parts = sorted((tmp_path / "here/carry").glob("part.*"))
-    assert [path.name for path in parts] == ["part.00", "part.01", "part.02"]
+    assert [path.name for path in parts] == ["part.0", "part.1"]
     assert all(session("take", path.suffix[1:]).returncode == 0 for path in parts)
     taken = b"".join(path.read_bytes() for path in sorted((there / "parts").iterdir()))
     with tarfile.open(fileobj=io.BytesIO(taken)) as packed:

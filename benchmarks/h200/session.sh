@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # How runs are made on a borrowed GPU, to which only this folder travels, at most 64 MiB a call:
 #
-#   here    pack DATASET...    datasets of $FCIL_DATA, and runs that were kept, in parts: carry/part.00, .01, ...
-#   there   take N             keep part N (two digits), and with part 00 this folder
+#   here    pack DATASET...    datasets of $FCIL_DATA, and runs that were kept, in parts: carry/part.0, .1, ...
+#   here    aside              results/ stays here from now on, for with each part this whole folder travels
+#   there   take N             keep part N, and with part 0 this folder
 #   there   unpack             put the parts together; images are read once, and cached
+#   here    back               after the last call: git knows of results/ again
 #   there   runs LISTS K S     the runs of "LIST ...", K at a time, for S seconds at most; their folders come back in $OUT
 #   there   rates LIST K S     likewise, and where a method's best rate is the last one tried, a run beyond it
 #   there   tests              tests/test_cuda.py, its log in $OUT
@@ -20,10 +22,26 @@ export OMP_NUM_THREADS=2 PYTHONUNBUFFERED=1
 pack() {
   cd "$(dirname "$0")/../.."
   (cd "${FCIL_DATA:?}" && ls -d "$@")
-  mkdir -p carry/kept && rm -f carry/part.*
-  tar --create --directory "$FCIL_DATA" "$@" --directory "$PWD/carry" kept |
-    split --bytes 24MB --numeric-suffixes --suffix-length 2 - carry/part. # with each of them the whole folder travels
+  mkdir -p carry/kept/results && rm -f carry/part.*
+  for name in "$@"; do
+    [ -d "carry/dense/$name" ] ||
+      "${PYTHON:-python3}" benchmarks/h200/dense.py pack "$FCIL_DATA/$name" "carry/dense/$name"
+  done
+  [ ! -d results/cifar100-held-out ] || cp -r results/cifar100-held-out carry/kept/results # for lr=chosen
+  tar --create --directory carry/dense "$@" --directory "$PWD/carry" kept |
+    split --bytes 60MB --numeric-suffixes --suffix-length 1 - carry/part.
   ls -l carry
+}
+
+aside() {
+  git rm -r --cached --quiet results
+  echo /results/ >>.git/info/exclude
+  echo "what you commit now has no results/; first: session.sh back"
+}
+
+back() {
+  sed -i '/^\/results\/$/d' .git/info/exclude
+  git reset --quiet -- results
 }
 
 keep() {
@@ -37,7 +55,7 @@ keep() {
 
 take() {
   mkdir -p "$HOME/mps" "$HOME/parts" "$home"
-  if [ "$1" = 00 ]; then
+  if [ "$1" = 0 ]; then
     rm -f "$HOME"/parts/*
     tar --create --exclude ./carry . | tar --extract --directory "$home"
     nvidia-cuda-mps-control -d || true # several runs share the GPU; it may be there already
@@ -46,11 +64,12 @@ take() {
 }
 
 unpack() {
-  mkdir -p "$HOME/data"
-  cat "$HOME"/parts/part.* | tar --extract --directory "$HOME/data"
-  cp -r "$HOME/data/kept/." "$home" && rm -r "$HOME/data/kept"
+  mkdir -p "$HOME/packed"
+  cat "$HOME"/parts/part.* | tar --extract --directory "$HOME/packed"
+  cp -r "$HOME/packed/kept/." "$home" && rm -r "$HOME/packed/kept"
   cd "$home"
-  for folder in "$HOME"/data/*; do
+  for folder in "$HOME"/packed/*; do
+    python3 benchmarks/h200/dense.py unpack "$folder" "$HOME/data/$(basename "$folder")"
     name=$(basename "$folder" -50)
     FCIL_DATA=$HOME/data python3 -c "from fcil.scenario.datasets import load; print('$name', len(load('$name').train_labels))"
   done
@@ -117,5 +136,5 @@ tests() {
   cd "$home" && python3 -m pytest -p no:benchmark -q -n 12 tests/test_cuda.py 2>&1 | tee "$OUT/gpu-tests.txt"
 }
 
-[ $# -gt 0 ] || { sed -n '2,14s/^# \?//p' "$0" && exit 2; }
+[ $# -gt 0 ] || { sed -n '2,16s/^# \?//p' "$0" && exit 2; }
 "$@"
