@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fcil.federation.engine import threads
-from fcil.networks import AutoEncoder, ResNet18, SmallNet, build_autoencoder
+from fcil.networks import AutoEncoder, ResNet8, ResNet18, SmallNet, build_autoencoder
 from fcil.networks.autoencoder import Decoder, Encoder
 from fcil.networks.enlarging import enlarged, enlargements, transposed
 
@@ -62,7 +62,9 @@ def test_a_long_code_gets_few_maps_but_never_none() -> None:
     assert Decoder(40_000, (3, 32, 32), width=4).maps == 1
 
 
-@pytest.mark.parametrize(("name", "body", "begins"), [("resnet18", ResNet18, 64), ("small", SmallNet, 16)])
+@pytest.mark.parametrize(
+    ("name", "body", "begins"), [("resnet18", ResNet18, 64), ("resnet8", ResNet8, 16), ("small", SmallNet, 16)]
+)
 def test_an_autoencoder_has_the_named_body_and_a_decoder_that_begins_as_wide(
     name: str, body: type[nn.Module], begins: int
 ) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from fcil.blocks.centroids import (
     LONGEST_STEP,
     REST,
-    between,
     energy,
     gradient,
     jittered,
@@ -20,12 +19,10 @@ from fcil.blocks.centroids import (
     nearest,
     printed_alignment,
     printed_step,
-    projected,
     repulsion,
     within_reach,
 )
 from fcil.federation.engine import threads
-from fcil.scenario.tasks import Task
 
 TRIANGLE = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.2]], dtype=torch.float64)
 NONE = torch.zeros(0, 2, dtype=torch.float64)
@@ -409,21 +406,3 @@ def test_points_within_reach_stay_where_they_are() -> None:
     assert torch.equal(within_reach(points, torch.zeros(0, 6), 100.0), points)
     same = torch.ones(3, 6)
     assert torch.equal(within_reach(same, torch.zeros(0, 6), 1.0), same), "coincident points have no direction"
-
-
-def test_what_is_between_new_centroids_tells_them_apart_and_not_from_old_ones() -> None:
-    points = torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
-    task = Task(1, ((0, 1), (2, 3, 4)))
-    onto = between(points, task)
-    new = points[2:5]
-    assert torch.allclose(projected(new - new[0], onto), new - new[0], atol=1e-5)
-    assert torch.linalg.matrix_rank(onto) == 2 and torch.allclose(onto @ onto, onto, atol=1e-5)
-    off = torch.randn(9, generator=torch.Generator().manual_seed(1))
-    off -= projected(off, onto)
-    assert torch.allclose(projected(new + off, onto), projected(new, onto), atol=1e-5)
-
-
-def test_in_the_first_task_everything_is_between_and_of_one_class_nothing() -> None:
-    points = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(between(points, Task(0, ((0, 1),))), torch.eye(4))
-    assert not between(points, Task(1, ((0, 1), (2,)))).any()

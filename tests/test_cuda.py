@@ -95,7 +95,7 @@ def test_group_normalisation_is_captured_to_the_bit_too(method: str, precision: 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"codec": "autoencoder", "codec_rounds": 2}, {"whole": 0.5}, {"whole": 0.5, "loss": "softmax"}, {"lifelike": 0.0}],
+    [{"codec": "autoencoder", "codec_rounds": 2}, {"contrast": 0.0}, {"lifelike": 0.0}],
     ids=str,
 )
 def test_the_choices_of_hr_are_captured_to_the_bit_too(settings: dict[str, object]) -> None:

@@ -11,7 +11,11 @@ import tarfile
 from argparse import ArgumentParser
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from fcil.plan import Plan, plan
 from fcil.terminal import settings_of
@@ -47,7 +51,8 @@ def test_an_unfinished_run_comes_home_in_slices_and_travels_again(tmp_path: Path
 
     def session(*words: str, out: str = "0") -> subprocess.CompletedProcess[str]:
         (tmp_path / out).mkdir(exist_ok=True)
-        places = {"HOME": str(there), "OUT": str(tmp_path / out), "FCIL_DATA": str(tmp_path / "data"), "PYTHON": sys.executable}
+        places = {"HOME": str(there), "OUT": str(tmp_path / out), "FCIL_DATA": str(tmp_path / "data")}
+        places["PYTHON"] = sys.executable
         command = ["bash", "benchmarks/h200/session.sh", *words]
         return subprocess.run(command, cwd=tmp_path / "here", env=os.environ | places, capture_output=True, text=True)
 
@@ -116,3 +121,27 @@ def test_a_rate_is_chosen_by_what_held_out_images_say_and_sought_beyond_the_last
     assert said("--further", "rates.txt", "none", "runs").stdout.splitlines() == beyond
     wrong = said("untried.txt", "runs")
     assert wrong.returncode == 1 and wrong.stdout == "" and wrong.stderr.startswith("no rate of ssil was tried")
+
+
+def test_images_travel_as_pictures_of_a_hundred_and_are_the_same_again(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    pixels = generator.integers(0, 256, (103, 7, 7, 3), dtype=np.uint8)
+    for name, kind in (("train", "PNG"), ("test", "PNG"), ("val", "JPEG")):
+        files = [io.BytesIO() for _ in pixels]
+        for image, file in zip(pixels, files, strict=True):
+            Image.fromarray(image).save(file, kind)
+        rows = pa.StructArray.from_arrays([pa.array([file.getvalue() for file in files])], ["bytes"])
+        table = pa.table({"img": rows, "label": list(range(103))}).replace_schema_metadata({"huggingface": "names"})
+        (tmp_path / "here").mkdir(exist_ok=True)
+        pq.write_table(table, tmp_path / f"here/{name}-0.parquet")
+
+    for words in (("pack", "here", "between"), ("unpack", "between", "there")):
+        subprocess.run([sys.executable, str(LISTS[0].parent / "dense.py"), *words], cwd=tmp_path, check=True)
+
+    assert len(list((tmp_path / "between/train-0.img").glob("*.webp"))) == 2
+    assert (tmp_path / "there/val-0.parquet").read_bytes() == (tmp_path / "here/val-0.parquet").read_bytes()
+    for name in ("train", "test"):
+        table = pq.read_table(tmp_path / f"there/{name}-0.parquet")
+        found = [np.asarray(Image.open(io.BytesIO(image["bytes"]))) for image in table["img"].to_pylist()]
+        assert np.array_equal(np.stack(found), pixels) and table["label"].to_pylist() == list(range(103))
+        assert table.schema.metadata[b"huggingface"] == b"names"

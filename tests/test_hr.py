@@ -718,64 +718,6 @@ def test_a_run_from_before_images_were_judged_is_read_all_the_same() -> None:
     assert unflatten(Model, before).lifelike == {}
 
 
-# -- new images as they are -------------------------------------------------------------------------------------------
-
-
-def test_a_share_of_new_images_is_seen_as_it_is_and_the_others_weigh_more() -> None:
-    of, seen = run(whole=0.5), []
-    for asked in of.of("train"):
-        images, whole = asked.data.images, asked.pool.extra["whole"]
-        own, rest = whole[: len(images)], whole[len(images) :]
-        decoded = through(of, images)
-        expected = torch.where(own[:, None, None, None], images, decoded)
-        assert torch.equal(asked.pool.images[: len(images)], expected) and not rest.any()
-        weight = torch.where(own | ~torch.tensor(bool(asked.task)), 1.0, 2**0.5)
-        assert torch.allclose(asked.pool.extra["weight"][: len(images)], weight)
-        assert (asked.pool.extra["weight"][len(images) :] == 1).all()
-        seen.append(own)
-    assert 0.3 < torch.cat(seen).float().mean() < 0.7
-
-
-def test_a_class_that_comes_alone_is_not_seen_whole() -> None:
-    alone = run(whole=0.5, tasks=2, classes_per_task=1)
-    assert not any(asked.pool.extra["whole"].any() for asked in alone.of("train"))
-
-
-def test_images_of_old_classes_at_hand_are_not_seen_whole() -> None:
-    behind = run(whole=0.5, staying=1.0)
-    stayed = [asked for asked in behind.later() if set(asked.data.classes()) & set(asked.data.task.old)]
-    assert stayed
-    for asked in stayed:
-        old = torch.isin(asked.pool.labels, torch.tensor(asked.data.task.old))
-        assert not asked.pool.extra["whole"][old].any() and (asked.pool.extra["weight"][old & ~asked.made] == 1).all()
-
-
-@pytest.mark.parametrize("settings", [{}, {"whole": 0.5, "one_domain": False}], ids=str)
-def test_no_image_is_set_apart_unless_others_are_decoded(settings: dict[str, Any]) -> None:
-    assert not any(asked.pool.extra["whole"].any() for asked in run(**settings).of("train"))
-    perfect = run("hr-perfect", **{**settings, "whole": 0.5})
-    assert not any(asked.pool.extra["whole"].any() for asked in perfect.of("train"))
-
-
-@pytest.mark.parametrize("how", ["pull", "softmax"])
-def test_images_seen_as_they_are_say_which_new_class_and_not_that_it_is_new(how: str) -> None:
-    batch, nets = mixed_batch(only_old=False), apart()
-    batch = replace(batch, extra={**batch.extra, "whole": torch.ones(len(batch.labels), dtype=torch.bool)})
-    new, p = sorted(mixed().data.task.new), mixed().message.centroids.double()
-    with torch.no_grad():
-        z = nets["net"](batch.images)[0].double()
-    if how == "pull":  # two new classes differ along one line
-        line = (p[new[0]] - p[new[1]]) / torch.linalg.vector_norm(p[new[0]] - p[new[1]])
-        expected = 0.3 * ((z - p[batch.labels]) @ line) ** 2
-    else:
-        held = [j for j in new if j in set(mixed().pool.labels.tolist())]
-        scores = -(distances(z, p[held]) ** 2) / 1.7
-        own = torch.tensor([held.index(j) for j in batch.labels.tolist()])
-        expected = -scores.log_softmax(1)[torch.arange(len(own)), own]
-    found = loss(nets, batch, loss=how, pull=0.3, temperature=1.7, whole=0.5)
-    assert found.item() == pytest.approx(expected.mean().item(), rel=1e-4, abs=1e-7)
-
-
 # -- the loss ---------------------------------------------------------------------------------------------------------
 
 
@@ -794,7 +736,7 @@ def mixed_batch(only_old: bool | None = None, made_weight: float = 1.0) -> Batch
     index = index if only_old is None else index[old[index] == only_old]
     assert len(index) >= 6
     made = pool.extra["made"][index]
-    extra = {"made": made, "weight": torch.where(made, made_weight, 1.0), "whole": torch.zeros_like(made)}
+    extra = {"made": made, "weight": torch.where(made, made_weight, 1.0)}
     return Batch(pool.images[index].float() / 255, pool.labels[index], torch.Generator(), extra)
 
 
@@ -815,47 +757,43 @@ def apart() -> dict[str, nn.Module]:
 
 
 def given(**settings: Any) -> Given:
-    data = replace(mixed().data, cache={})
-    return client(**settings).given(mixed().pool, data, mixed().message)
+    return client(**settings).given(mixed().pool, mixed().data.task, mixed().message)
 
 
 def loss(nets: dict[str, nn.Module], batch: Batch, **settings: Any) -> Tensor:
     return client(**settings).loss(nets, batch, given(**settings)).detach()
 
 
-def drawn_to_centroids(z: Tensor, batch: Batch, how: str, pull: float, temperature: float) -> Tensor:
-    p = mixed().message.centroids
-    if how == "pull":
-        return torch.stack([pull * ((code - p[j]) ** 2).sum() for code, j in zip(z, batch.labels, strict=True)])
-    held = sorted(set(mixed().pool.labels.tolist()))
+def drawn_to_centroids(z: Tensor, batch: Batch, pull: float, contrast: float, temperature: float) -> Tensor:
+    p, held = mixed().message.centroids, sorted(set(mixed().pool.labels.tolist()))
+    pulled = torch.stack([((code - p[j]) ** 2).sum() for code, j in zip(z, batch.labels, strict=True)])
     scores = -(distances(z, p[held]) ** 2) / temperature
     own = torch.tensor([held.index(j) for j in batch.labels.tolist()])
-    return -scores.log_softmax(1)[torch.arange(len(own)), own]
+    return pull * pulled - contrast * scores.log_softmax(1)[torch.arange(len(own)), own]
 
 
 @pytest.mark.parametrize("balance", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("how", ["pull", "softmax"])
-def test_the_loss_by_hand(how: str, balance: float) -> None:
+@pytest.mark.parametrize("contrast", [0.0, 0.7])
+def test_the_loss_by_hand(contrast: float, balance: float) -> None:
     batch, nets = mixed_batch(made_weight=0.25), apart()
-    knobs = {"pull": 0.3, "temperature": 1.7, "distill": 0.6}
+    knobs = {"pull": 0.3, "temperature": 1.7, "distill": 0.6, "contrast": contrast, "balance": balance}
     counts = torch.bincount(mixed().pool.labels, minlength=6).double()
     raw = torch.where(counts > 0, counts**-balance, 0.0)
     weight = raw * counts.sum() / (raw * counts).sum()
     with torch.no_grad():
         z, taught = (nets[name](batch.images)[0].double() for name in ("net", "old"))
-        each = drawn_to_centroids(z, batch, how, 0.3, 1.7)
+        each = drawn_to_centroids(z, batch, 0.3, contrast, 1.7)
         old = torch.tensor([j in mixed().data.task.old for j in batch.labels.tolist()])
         each = each + torch.where(old, 0.6 * 0.3 * ((z - taught) ** 2).sum(1), 0.0)
         each = each * weight[batch.labels] * torch.where(batch.extra["made"], 0.25, 1.0)
-    assert loss(nets, batch, loss=how, balance=balance, **knobs).item() == pytest.approx(each.mean().item(), rel=1e-5)
+    assert loss(nets, batch, **knobs).item() == pytest.approx(each.mean().item(), rel=1e-5)
     assert old.any() and not old.all() and batch.extra["made"].any()
 
 
-@pytest.mark.parametrize("how", ["pull", "softmax"])
-def test_distillation_is_nothing_at_the_first_step_and_something_after(how: str) -> None:
+def test_distillation_is_nothing_at_the_first_step_and_something_after() -> None:
     batch = mixed_batch()
-    assert torch.equal(loss(together(), batch, loss=how), loss(together(), batch, loss=how, distill=0.0))
-    assert loss(apart(), batch, loss=how) > loss(apart(), batch, loss=how, distill=0.0)
+    assert torch.equal(loss(together(), batch), loss(together(), batch, distill=0.0))
+    assert loss(apart(), batch) > loss(apart(), batch, distill=0.0)
 
 
 def test_distillation_leaves_new_classes_alone() -> None:
@@ -929,7 +867,7 @@ def test_made_up_images_weigh_what_is_set_or_as_much_as_there_is_to_make_up() ->
 
 @pytest.mark.parametrize(
     "settings",
-    [{"loss": "softmax"}, {"balance": 1.0}, {"made_weight": 0.1}, {"lifelike": 1.0}, {"whole": 0.5}],
+    [{"contrast": 0.0}, {"balance": 1.0}, {"made_weight": 0.1}, {"lifelike": 1.0}],
     ids=str,
 )
 def test_these_knobs_move_a_run(settings: dict[str, Any]) -> None:

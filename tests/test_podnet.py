@@ -142,7 +142,7 @@ def test_distillation_has_no_gradient_that_is_not_a_number_where_nothing_differs
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
-@pytest.mark.parametrize("name", ["small", "resnet18"])
+@pytest.mark.parametrize("name", ["small", "resnet8", "resnet18"])
 def test_raw_maps_are_those_before_the_activation_to_the_bit(name: str, norm: str) -> None:
     found = []
     for raw in (False, True):

@@ -73,7 +73,7 @@ def test_unbounded_images_have_the_mean_and_spread_that_a_classifier_expects() -
 # -- statistics -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["small", "resnet18"])
+@pytest.mark.parametrize("name", ["small", "resnet8", "resnet18"])
 def test_the_moments_of_every_layer_are_those_that_training_would_note(name: str) -> None:
     torch.manual_seed(0)
     net = build(name, (3, 8, 8), 5).train()
@@ -83,7 +83,7 @@ def test_the_moments_of_every_layer_are_those_that_training_would_note(name: str
     images = torch.rand(16, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     output, found = with_moments(net, images)
     layers = [layer for layer in net.modules() if isinstance(layer, nn.BatchNorm2d)]
-    assert len(found) == len(layers) == {"small": 3, "resnet18": 20}[name] and output.shape == (16, 5)
+    assert len(found) == len(layers) == {"small": 3, "resnet8": 9, "resnet18": 20}[name] and output.shape == (16, 5)
     assert {id(own.usual_mean) for own in found} == {id(layer.running_mean) for layer in layers}
     for own in found:
         assert torch.allclose(own.mean, own.usual_mean)

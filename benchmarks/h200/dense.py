@@ -1,7 +1,7 @@
 """Small lossless images in three quarters of their bytes: a hundred at a time as one picture, for a slow line.
 
-`dense.py pack FROM TO` makes pictures of the images in a folder's parquet files; `dense.py unpack FROM TO` makes parquet
-files of them again, with the same pixels, labels and class names. Photographs stored as JPEG are copied as they are.
+`dense.py pack FROM TO` makes pictures of the images in a folder's parquet files; `dense.py unpack FROM TO` makes
+parquet files of them again, with the same pixels, labels and class names. Files of JPEGs are copied as they are.
 """
 
 import shutil

@@ -35,7 +35,7 @@ pack() {
 
 aside() {
   git rm -r --cached --quiet results
-  echo /results/ >>.git/info/exclude
+  mkdir -p .git/info && echo /results/ >>.git/info/exclude
   echo "what you commit now has no results/; first: session.sh back"
 }
 

@@ -54,26 +54,6 @@ def placed(
     return p.to(centroids)
 
 
-def between(centroids: Tensor, task: Task) -> Tensor:
-    """Return the projection onto the differences of a task's new centroids; in the first task onto everything.
-
-    What it leaves of a code says which of the new classes it is of, and nothing of whether it is of a new one.
-    """
-    if not task.old:
-        return torch.eye(centroids.shape[1]).to(centroids)
-    new = centroids[list(task.new)].double().cpu()
-    apart = new - new.mean(0)
-    onto: Tensor = torch.linalg.pinv(apart) @ apart
-    return onto.to(centroids)
-
-
-def projected(codes: Tensor, projection: Tensor) -> Tensor:
-    """Return codes as a projection leaves them, in full precision."""
-    with torch.autocast(codes.device.type, enabled=False):
-        found: Tensor = codes.to(projection) @ projection
-    return found
-
-
 def counted(codes: ByClass, centroids: Tensor, seen: Tensor) -> Tensor:
     """Count for each class how many codes there are, and how many are nearest to their own centroid: (2, classes)."""
     counts = torch.zeros(2, len(centroids), dtype=torch.int64, device=centroids.device)

@@ -39,8 +39,8 @@ class Config:
 
     lr: float = knob(0.05, "learning rate of the clients' SGD", above=0)
     plastic: int = knob(
-        1, "pieces at the end of the network that go on learning, with the head: blocks of ResNet-18 (of its 8), "
-        "convolutions of the small network (of its 3)", least=1,
+        1, "pieces at the end of the network that go on learning, with the head: blocks of ResNet-18 (of its 8) "
+        "or ResNet-8 (of its 3), convolutions of the small network (of its 3)", least=1,
     )  # fmt: skip
     part: int = knob(16, "channels that a byte stands for: 32 codebooks for 512 channels", least=1)
     centres: int = knob(256, "entries of a codebook", least=1, most=256)

@@ -38,8 +38,8 @@ class Config:
 
     lr: float = knob(0.05, "learning rate of the clients' SGD", above=0)
     plastic: int = knob(
-        2, "pieces at the end of the network that go on learning, with the head: blocks of ResNet-18 (of its 8), "
-        "convolutions of the small network (of its 3)", least=1,
+        2, "pieces at the end of the network that go on learning, with the head: blocks of ResNet-18 (of its 8) "
+        "or ResNet-8 (of its 3), convolutions of the small network (of its 3)", least=1,
     )  # fmt: skip
     bottleneck: int = knob(0, "channels of the autoencoder's bottleneck; 0 is a quarter of the maps'", least=0)
     autoencoder_rounds: int = knob(0, "rounds in which the autoencoder is trained; 0 is the protocol's", least=0)

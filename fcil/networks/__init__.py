@@ -2,15 +2,15 @@
 
 from fcil.networks.autoencoder import AutoEncoder, Decoder, Encoder
 from fcil.networks.heads import Classifier, ProxyClassifier
-from fcil.networks.resnet import ResNet18
+from fcil.networks.resnet import ResNet8, ResNet18
 from fcil.networks.small import SmallNet
 
 __all__ = [
-    "AutoEncoder", "Classifier", "Encoder", "ProxyClassifier", "ResNet18", "SmallNet", "build", "build_autoencoder",
-    "build_encoder", "build_with_proxies",
+    "AutoEncoder", "Classifier", "Encoder", "ProxyClassifier", "ResNet8", "ResNet18", "SmallNet", "build",
+    "build_autoencoder", "build_encoder", "build_with_proxies",
 ]  # fmt: skip
 
-BODIES = {"resnet18": ResNet18, "small": SmallNet}
+BODIES = {"resnet18": ResNet18, "resnet8": ResNet8, "small": SmallNet}
 
 
 def build(name: str, shape: tuple[int, int, int], classes: int, norm: str = "batch") -> Classifier:
@@ -22,7 +22,7 @@ def build_autoencoder(
     name: str, shape: tuple[int, int, int], latent: int, variational: bool, norm: str = "batch", width: int = 0
 ) -> AutoEncoder:
     """Return an autoencoder whose encoder has the named body; width 0 is a decoder as wide as the body begins."""
-    body: ResNet18 | SmallNet = BODIES[name](shape[0], norm)  # type: ignore[assignment]
+    body: ResNet8 | ResNet18 | SmallNet = BODIES[name](shape[0], norm)  # type: ignore[assignment]
     return AutoEncoder(Encoder(body, latent, variational), Decoder(latent, shape, width or body.begins, norm))
 
 

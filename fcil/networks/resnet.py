@@ -1,7 +1,8 @@
-"""ResNet-18 with a 3x3 stem, for small images.
+"""Residual networks with a 3x3 stem, for small images.
 
-He et al., "Deep Residual Learning for Image Recognition", CVPR 2016, in the form that MFCL, GLFC and TARGET use:
-stride 1 and no pooling in the stem. 11,168,832 parameters without a head.
+He et al., "Deep Residual Learning for Image Recognition", CVPR 2016. ResNet-18 is in the form that MFCL, GLFC and
+TARGET use: stride 1 and no pooling in the stem, 11,168,832 parameters without a head. ResNet-8 is the shortest of the
+paper's networks for CIFAR-10, with projections as shortcuts: 77,392 parameters, for natural images on a CPU.
 """
 
 from torch import Tensor, nn
@@ -30,28 +31,43 @@ class Block(nn.Module):
         return activated(self.norm2, self.conv2(y), beside, slope)
 
 
-class ResNet18(nn.Module):
-    """The body: a stem and four stages of two blocks, 64 to 512 channels."""
+class ResNet(nn.Module):
+    """The body: a stem and stages of blocks, each stage but the first halving the side."""
 
-    width = 512  # channels of the last stage
-    begins = 64  # and of the first
+    widths: tuple[int, ...]  # channels of each stage
+    begins: int  # and of the first and the last
+    width: int
+    blocks: int  # of a stage
 
     def __init__(self, channels: int = 3, norm: str = "batch"):
         super().__init__()
-        self.channels = channels
-        self.stem = nn.Sequential(nn.Conv2d(channels, 64, 3, 1, 1, bias=False), normalisation(norm, 64))
-        plan = [(64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)]
-        self.layers = nn.ModuleList(
-            nn.Sequential(Block(i, o, stride, norm), Block(o, o, 1, norm)) for i, o, stride in plan
-        )
+        self.channels, inputs = channels, self.begins
+        self.stem = nn.Sequential(nn.Conv2d(channels, inputs, 3, 1, 1, bias=False), normalisation(norm, inputs))
+        self.layers = nn.ModuleList()
+        for width in self.widths:
+            first = Block(inputs, width, 2 if self.layers else 1, norm)
+            self.layers.append(nn.Sequential(first, *(Block(width, width, 1, norm) for _ in range(1, self.blocks))))
+            inputs = width
 
     def stages(self, x: Tensor, raw: bool = False) -> list[Tensor]:
-        """Return the maps after each of the four stages; `raw` ones are before the activation that ends it."""
+        """Return the maps after each stage; `raw` ones are before the activation that ends it."""
         x, maps = activated(self.stem[1], self.stem[0](x)), []  # type: ignore[arg-type]
         for layer in self.layers:
             if raw:
-                maps.append(layer[1](layer[0](x), slope=1.0))  # type: ignore[index]
+                maps.append(layer[-1](layer[:-1](x), slope=1.0))  # type: ignore[index]
                 x = F.relu(maps[-1])
             else:
                 maps.append(x := layer(x))
         return maps
+
+
+class ResNet18(ResNet):
+    """Four stages of two blocks."""
+
+    widths, begins, width, blocks = (64, 128, 256, 512), 64, 512, 2
+
+
+class ResNet8(ResNet):
+    """Three stages of one block."""
+
+    widths, begins, width, blocks = (16, 32, 64), 16, 64, 1

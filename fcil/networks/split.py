@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from fcil.errors import UserError
 from fcil.networks.heads import Classifier, pooled
 from fcil.networks.norm import activated
-from fcil.networks.resnet import ResNet18
+from fcil.networks.resnet import ResNet
 
 
 class Activated(nn.Module):
@@ -22,7 +22,7 @@ class Activated(nn.Module):
 
 def pieces(body: nn.Module) -> list[nn.Module]:
     """Return what a body is made of, one after the other: a residual network's stem and blocks, or convolutions."""
-    if isinstance(body, ResNet18):
+    if isinstance(body, ResNet):
         return [Activated(body.stem), *(block for layer in body.layers for block in layer)]  # type: ignore[attr-defined]
     return [Activated(layer) for layer in body.layers]  # type: ignore[union-attr]
 
