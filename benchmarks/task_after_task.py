@@ -1,7 +1,7 @@
 """What learning task after task from decoded images costs, and what a softmax beside the pull gives, unfederated.
 
-`FCIL_DATA=... python benchmarks/task_after_task.py` fits the codec on the first ten classes of CIFAR-100 (order 1993). A
-small residual network learns the next forty in four tasks, 250 training images of each, and keeps all it has learned
+`FCIL_DATA=... python benchmarks/task_after_task.py` fits the codec on the first ten classes of CIFAR-100 (order 1993).
+A small residual network learns the next forty in four tasks, 250 training images of each, and keeps all it has learned
 from: images, or codes of 307 bytes. It draws them to fixed centroids as `hr` does, by the pull alone or with `contrast`
 beside it, here as a multiple of the pull (`hr` has 3). It prints what percentage of held-out training images is named
 rightly after each task, and of old and new classes after the last. No test image is looked at. A row takes ten minutes

@@ -2,11 +2,13 @@
 
 The algorithm of Khademi Nori, Kim and Wang (ICLR 2025), with the numbers of its lines at the line ends: `Server` is
 Algorithm 1 and `Client` is Algorithm 2. What differs from `hr-literal`, which collapses, is in PAPER.md from item 45;
-two things matter most:
+three things matter most:
 
 - Codes come from a codec that is fitted once, in the first task, and never changes, so that nothing drifts and nothing
   is encoded twice. The encoder is free to classify.
 - New images pass the codec, too. Else the network learns that what was decoded is old and what is sharp is new.
+- Beside the pull to an image's own centroid stands a softmax over the distances to all at hand: it tells apart classes
+  that are alike.
 """
 
 import math
@@ -292,10 +294,7 @@ class Client:  # Algorithm 2
         return Given(message.centroids, mask(task.old, len(counts)), counts > 0, weight)
 
     def loss(self, nets: Nets, batch: Batch, given: Given) -> Tensor:  # 18
-        """Eq. 7 without its reconstruction, which is the codec's, and line 20 where the old encoder knows the class.
-
-        The pull alone leaves classes that are much alike where it cannot tell them apart; cross-entropy tells them.
-        """
+        """Eq. 7, a softmax in the place of its reconstruction, and line 20 where the old encoder knows the class."""
         c, old = self.config, nets.get("old")
         z = nets["net"](batch.images)[0]
         each = c.pull * squared_error(z, given.centroids[batch.labels])  # 19

@@ -1,0 +1,76 @@
+"""The tables of RESULTS.md on cifar100-5x4, made from the runs in results/.
+
+`python -m tests.on_two_cores` prints them.
+"""
+
+import json
+import tomllib
+from pathlib import Path
+from statistics import fmean
+
+import fcil
+from fcil.plan import plan
+from fcil.report.comparison import Row, compare
+from fcil.results.runs import find
+
+RESULTS = Path(fcil.__file__).parent.parent / "results"
+RUNS, HELD_OUT = RESULTS / "cifar100-5x4", RESULTS / "cifar100-5x4-held-out"
+
+
+def rows() -> dict[str, Row]:
+    """Return all that ran, by what it is called."""
+    (section,) = compare(find([RUNS])).sections
+    return {row.label: row for row in section.rows}
+
+
+def accuracy_rows() -> list[str]:
+    """Return the lines of the table of accuracy, in the order of their final one."""
+    lines = []
+    for label, row in sorted(rows().items(), key=lambda item: item[1].final.mean):
+        last = [json.loads((folder / "result.json").read_text())["matrix"][-1] for folder in row.folders]
+        old, new = (fmean(value) for value in zip(*((fmean(tasks[:-1]), tasks[-1]) for tasks in last), strict=True))
+        minutes = fmean(json.loads((folder / "result.json").read_text())["seconds"]["total"] for folder in row.folders)
+        name = label.partition(" (")
+        cells = [
+            f"{name[0]}, `{name[2].rstrip(')')}`" if name[2] else label, str(len(row.seeds)), str(row.final),
+            str(row.average), f"{old:.1f} / {new:.1f}", f"{row.forgetting.mean:.1f}", f"{row.memory_bytes / 1000:,.0f}",
+            f"{minutes / 60:.1f}",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def tried() -> dict[str, dict[float, float]]:
+    """Return the accuracy on held-out images after the first task, by method and learning rate."""
+    found: dict[str, dict[float, float]] = {}
+    for path in sorted(HELD_OUT.glob("*stop_after=1/0/result.json")):
+        config = tomllib.loads((path.parent / "config.toml").read_text())
+        found.setdefault(config["method"], {})[config["config"]["lr"]] = json.loads(path.read_text())["final"]
+    return found
+
+
+def rate_rows() -> list[str]:
+    """Return the lines of the table of learning rates, the best of each method in bold."""
+    lines = []
+    for method, rates in tried().items():
+        best = max(rates, key=rates.__getitem__)
+        told = {rate: f"**{rates[rate]:.1f}**" if rate == best else f"{rates[rate]:.1f}" for rate in sorted(rates)}
+        lines.append(f"| {method} | {', '.join(f'{rate:g}: {value}' for rate, value in told.items())} |")
+    return lines
+
+
+def contrast_rows() -> list[str]:
+    """Return the lines of the table of `contrast`, on held-out images after each task, seed by seed."""
+    lines = []
+    for contrast in (0, 0.1, 0.3, 1):
+        setting = "" if contrast == plan("hr").config.contrast else f"contrast={contrast:g},"
+        cells = []
+        for seed in (0, 1):
+            result = json.loads((HELD_OUT / f"hr,{setting}holdout=0.1/{seed}/result.json").read_text())
+            cells.append(" ".join(f"{value:.1f}" for value in result["overall"]))
+        lines.append(f"| {contrast:g} | {' | '.join(cells)} |")
+    return lines
+
+
+if __name__ == "__main__":
+    print("\n".join([*accuracy_rows(), "", *rate_rows(), "", *contrast_rows()]))
