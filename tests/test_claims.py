@@ -317,16 +317,6 @@ def test_the_table_of_data_free_and_hybrid_baselines_on_cifar_is_that_of_the_run
     assert line.strip("| ").split(" | ")[1:] == [*(f"{value:.1f}" for value in result["overall"]), *ends]
 
 
-def test_what_new_images_as_they_are_are_worth_is_what_held_out_images_say() -> None:
-    text = (ROOT / "RESULTS.md").read_text()
-    for name, setting in (("hr, `memory_scope=client`", ""), ("with `whole=0.5`", ",whole=0.5")):
-        cells = []
-        for seed in range(2):
-            tasks = _tasks(f"cifar100-held-out/hr,holdout=0.1,memory_scope=client,stop_after=5{setting}/{seed}")
-            cells.append(" ".join(f"{100 * sum(task['correct']) / sum(task['total']):.1f}" for task in tasks))
-        assert f"| {name} | {' | '.join(cells)} |" in text
-
-
 @pytest.mark.parametrize("method", ["icarl", "glfc", "dde", "podnet", "mfcl", "ictrl"])
 def test_rates_of_baselines_are_those_that_did_best_on_held_out_images(method: str) -> None:
     text = (ROOT / "RESULTS.md").read_text().partition("## How the learning rate was chosen")[2]

@@ -1,9 +1,9 @@
 """With one client, `hr` is a centralised algorithm: written here once more, with nothing of fcil.
 
 The mathematics below is plain PyTorch in float64: the codec from its fit to its bytes, the encoder, the pull, the
-distillation, SGD, memory. fcil gives the first weights, the images, the order in which random numbers are drawn, and
-where the centroids come to rest. fcil codes in float32; that nothing here lies so near to where rounding turns that it
-could matter is checked, too.
+softmax, the distillation, SGD, memory. fcil gives the first weights, the images, the order in which random numbers are
+drawn, and where the centroids come to rest. fcil codes in float32; that nothing here lies so near to where rounding
+turns that it could matter is checked, too.
 """
 
 import math
@@ -36,7 +36,7 @@ ALONE = replace(
     TINY, tasks=TASKS, clients=1, active=1, train_limit=IMAGES, test_limit=5,
     memory=480 / (4 * SIDE * SIDE), memory_scope="client",
 )  # fmt: skip
-TERMS = {"pull": 0.3, "distill": 2.0, "balance": 0.5}
+TERMS = {"pull": 0.3, "contrast": 0.2, "temperature": 1.5, "distill": 2.0, "balance": 0.5}
 SETTINGS = {
     "rounds": ROUNDS, "steps": STEPS, "batch_size": BATCH, "momentum": MOMENTUM, "weight_decay": DECAY, "clip": CLIP,
     "lr": LR, "spacing": SPACING, "code_bytes": SIZE, **TERMS,
@@ -266,12 +266,10 @@ def objective(
     """What draws images to their centroids, and line 20, of old classes."""
     x, labels = pool.images[index] / 255.0, pool.labels[index]
     z = encode(w, x, True)
-    if "temperature" in terms:
-        seen = sorted(set(pool.labels.tolist()))
-        scores = -torch.stack([length(z - p[j]) for j in seen], 1) / terms["temperature"]
-        each = scores.exp().sum(1).log() - scores[torch.arange(len(labels)), [seen.index(int(j)) for j in labels]]
-    else:
-        each = terms["pull"] * length(z - p[labels])
+    seen = sorted(set(pool.labels.tolist()))
+    scores = -torch.stack([length(z - p[j]) for j in seen], 1) / terms["temperature"]
+    unlike = scores.exp().sum(1).log() - scores[torch.arange(len(labels)), [seen.index(int(j)) for j in labels]]
+    each = terms["pull"] * length(z - p[labels]) + terms["contrast"] * unlike
     if w_old is not None:
         with torch.no_grad():
             taught = encode(w_old, x)
@@ -409,9 +407,6 @@ def test_nothing_is_rounded_on_a_knifes_edge(keeps: bool) -> None:
     assert 1e-4 < min(reference(keeps=keeps).margins) <= max(reference(keeps=keeps).margins) < math.inf
 
 
-SOFT = {"loss": "softmax", "temperature": 1.5}
-
-
 @pytest.mark.parametrize(
     ("settings", "terms", "how"),
     [
@@ -419,9 +414,9 @@ SOFT = {"loss": "softmax", "temperature": 1.5}
         ({"one_domain": False}, {}, {"one_domain": False}),
         ({"distill": 0.0}, {"distill": 0.0}, {}),
         ({"balance": 0.0}, {"balance": 0.0}, {}),
-        (SOFT, {"temperature": 1.5}, {}),
+        ({"contrast": 0.0}, {"contrast": 0.0}, {}),
     ],
-    ids=["made up", "two domains", "no teacher", "no balance", "softmax"],
+    ids=["made up", "two domains", "no teacher", "no balance", "no contrast"],
 )
 def test_what_can_be_chosen_is_chosen_alike(
     settings: dict[str, Any], terms: dict[str, float], how: dict[str, Any]
@@ -434,7 +429,9 @@ def test_what_can_be_chosen_is_chosen_alike(
 
 
 @pytest.mark.parametrize(
-    "change", [{"distill": 0.0}, {"balance": 0.0}, {"one_domain": False}, {"shrink": 0.0}, {"clip": 10.0}], ids=str
+    "change",
+    [{"distill": 0.0}, {"balance": 0.0}, {"contrast": 0.0}, {"one_domain": False}, {"shrink": 0.0}, {"clip": 10.0}],
+    ids=str,
 )
 def test_leaving_a_part_out_changes_the_result(change: dict[str, Any]) -> None:
     assert gap(by_fcil()[1].weights[-1], reference(**change).weights[-1]) > 1e-5
