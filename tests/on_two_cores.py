@@ -29,12 +29,10 @@ def accuracy_rows() -> list[str]:
     for label, row in sorted(rows().items(), key=lambda item: item[1].final.mean):
         last = [json.loads((folder / "result.json").read_text())["matrix"][-1] for folder in row.folders]
         old, new = (fmean(value) for value in zip(*((fmean(tasks[:-1]), tasks[-1]) for tasks in last), strict=True))
-        minutes = fmean(json.loads((folder / "result.json").read_text())["seconds"]["total"] for folder in row.folders)
         name = label.partition(" (")
         cells = [
             f"{name[0]}, `{name[2].rstrip(')')}`" if name[2] else label, str(len(row.seeds)), str(row.final),
-            str(row.average), f"{old:.1f} / {new:.1f}", f"{row.forgetting.mean:.1f}", f"{row.memory_bytes / 1000:,.0f}",
-            f"{minutes / 60:.1f}",
+            str(row.average), f"{old:.1f} / {new:.1f}", f"{row.forgetting.mean:.1f}", f"{row.memory_bytes:,.0f}",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return lines

@@ -19,7 +19,7 @@ from fcil.report.paper import PAPER_FINAL, PAPER_TABLE_3
 from fcil.report.paper_runs import RATES
 from fcil.results.metrics import mean_and_sem
 from fcil.results.runs import find
-from tests import audits, mended, times
+from tests import audits, mended, on_two_cores, times
 
 ROOT = Path(fcil.__file__).parent.parent
 TEXT = (ROOT / "docs/claims.md").read_text()
@@ -193,6 +193,20 @@ def test_the_tables_of_capacity_and_times_are_those_of_the_runs() -> None:
     text = (ROOT / "RESULTS.md").read_text()
     for line in [*times.capacity_rows(), *times.time_rows()]:
         assert line in text, line
+
+
+def test_the_tables_of_cifar100_on_two_cores_are_those_of_the_runs() -> None:
+    text = (ROOT / "RESULTS.md").read_text()
+    lines = [*on_two_cores.accuracy_rows(), *on_two_cores.rate_rows(), *on_two_cores.contrast_rows()]
+    assert len(lines) > 30
+    for line in lines:
+        assert line in text, line
+    rows = on_two_cores.rows()
+    for method, rates in on_two_cores.tried().items():  # what did best there is what ran
+        best = max(rates, key=rates.__getitem__)
+        row = next(row for row in rows.values() if row.method == method and not row.settings.keys() - {"lr"})
+        config = tomllib.loads((row.folders[0] / "config.toml").read_text())["config"]
+        assert config["lr"] == best, method
 
 
 def _named(trace: Any) -> tuple[list[str], list[str]]:

@@ -81,7 +81,7 @@ WRONG = [
     # names
     ("run jont", "no method 'jont'", "did you mean 'joint'", "finetune, joint", "a .py file"),
     ("methods jont", "no method 'jont'", "did you mean 'joint'"),
-    ("run --benchmark cifar10", "no benchmark 'cifar10'", "did you mean 'cifar100-10x10'", "a .toml file"),
+    ("run --benchmark cifar10", "no benchmark 'cifar10'", "did you mean 'cifar100-5x4'", "a .toml file"),
     ("benchmarks nope", "no benchmark 'nope'", "allowed: digits"),
     ("benchmarks digits --set code_bytes=9", "no knobs of methods", "no setting 'code_bytes'", "rounds"),
     ("benchmarks digits --set clientz=3", "did you mean 'clients'"),
