@@ -23,7 +23,7 @@ from fcil.scenario.datasets import load
 SEEDS = (0, 1)
 FIRST, TASKS, NEW, USED, HELD_OUT = 10, 4, 10, 250, 100
 EPOCHS, BATCH, RATE, PULL, APART, TEMPERATURE = 8, 100, 0.1, 1 / 15, 4.0, 2.5
-ROWS = [(kept, contrast) for contrast in (0, 3, 9) for kept in ("images", "codes")]
+ROWS = (("images", 0), ("codes", 0), ("images", 3), ("codes", 3), ("codes", 9))
 
 
 def drawn(codes: Tensor, labels: Tensor, contrast: float, seen: int) -> Tensor:
