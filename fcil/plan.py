@@ -119,7 +119,9 @@ class Plan:
                 str(content.get("source", "")),
             )
         except UserError as error:
-            raise UserError(f"{path}: {error}") from None
+            raise UserError(
+                f"{path}: {error}; if fcil has changed since, start the run again in another folder (--out)"
+            ) from None
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
                 f"{path} is damaged ({type(error).__name__}: {error}); start the run again in another folder"

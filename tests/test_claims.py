@@ -367,6 +367,9 @@ def test_the_table_of_the_readme_is_that_of_the_runs() -> None:
             else method.replace(" with raw images", " (exemplars=raw)")
         )
         row = rows[label]
+        config = tomllib.loads((row.folders[0] / "config.toml").read_text())["config"]
+        former = method.startswith("hr") and method != "hr-literal" and "contrast" not in config
+        assert former == ("contrast=0" in setting), name
         assert told[:4] == [str(len(row.seeds)), str(row.final), str(row.average), f"{row.forgetting.mean:.1f}"], name
         assert told[4].partition(":")[0] in (f"{row.memory_bytes / 1000:,.0f} KB", "0"), name
     assert len(lines) == 14

@@ -135,9 +135,13 @@ def test_images_travel_as_pictures_of_a_hundred_and_are_the_same_again(tmp_path:
         (tmp_path / "here").mkdir(exist_ok=True)
         pq.write_table(table, tmp_path / f"here/{name}-0.parquet")
 
-    for words in (("pack", "here", "between"), ("unpack", "between", "there")):
+    (tmp_path / "here/words.json").write_text("{}")
+    for words in (("pack", "here", "between"), ("unpack", "between", "there"), ("unpack", "between", "there")):
         subprocess.run([sys.executable, str(LISTS[0].parent / "dense.py"), *words], cwd=tmp_path, check=True)
 
+    assert {path.name for path in (tmp_path / "there").iterdir()} == {
+        *(f"{name}-0.parquet" for name in ("train", "test", "val")), "words.json"
+    }  # fmt: skip
     assert len(list((tmp_path / "between/train-0.img").glob("*.webp"))) == 2
     assert (tmp_path / "there/val-0.parquet").read_bytes() == (tmp_path / "here/val-0.parquet").read_bytes()
     for name in ("train", "test"):

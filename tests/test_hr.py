@@ -31,7 +31,7 @@ from fcil.federation.loop import Line, learn
 from fcil.method import Batch, Fit, Pictures
 from fcil.methods import METHODS, hr
 from fcil.methods.hr import Client, Config, Given, Memory, Model, Proposal
-from fcil.plan import plan
+from fcil.plan import Plan, plan
 from fcil.records import Done, Weights, flatten, read_tensors, size_in_bytes, unflatten
 from fcil.results.ledger import read
 from fcil.scenario.benchmarks import BENCHMARKS, Benchmark
@@ -716,6 +716,12 @@ def test_where_nothing_is_made_up_nothing_is_counted(settings: dict[str, Any]) -
 def test_a_run_from_before_images_were_judged_is_read_all_the_same() -> None:
     before = {name: tensor for name, tensor in flatten(run().models[-1]).items() if not name.startswith("lifelike")}
     assert unflatten(Model, before).lifelike == {}
+
+
+def test_a_run_with_a_knob_that_is_gone_is_refused_with_what_to_do() -> None:
+    text = plan("hr").to_toml().replace("contrast = 0.1", 'loss = "pull"')
+    with pytest.raises(UserError, match=r"no setting 'loss'.*start the run again in another folder \(--out\)"):
+        Plan.parse(text, Path("runs/digits/hr/0/config.toml"))
 
 
 # -- the loss ---------------------------------------------------------------------------------------------------------

@@ -35,6 +35,10 @@ def test_resnet_has_the_parameters_of_the_papers(resnet: Classifier) -> None:
     assert parameters(resnet) == 11_220_132
 
 
+def test_resnet8_is_small() -> None:
+    assert parameters(build("resnet8", (3, 32, 32), 20).body) == 77_392
+
+
 def test_the_small_network_is_small(small: Classifier) -> None:
     convolutions = 9 * (1 * 16 + 16 * 32 + 32 * 64)
     norms = 2 * (16 + 32 + 64)

@@ -1,7 +1,8 @@
 """Small lossless images in three quarters of their bytes: a hundred at a time as one picture, for a slow line.
 
 `dense.py pack FROM TO` makes pictures of the images in a folder's parquet files; `dense.py unpack FROM TO` makes
-parquet files of them again, with the same pixels, labels and class names. Files of JPEGs are copied as they are.
+parquet files of them again, with the same pixels, labels and class names. All else is copied, files of JPEGs among it.
+TO is there when it is whole, and left alone when it is there.
 """
 
 import shutil
@@ -20,13 +21,13 @@ SIDE = 10  # images beside and above each other
 
 def pack(source: Path, target: Path) -> None:
     """Write what is not an image as a parquet file, and the images into a folder of its name."""
-    for file in sorted(source.glob("*.parquet")):
+    for file in sorted(source.iterdir()):
+        if not holds_png(file):
+            shutil.copy2(file, target / file.name)
+            continue
         table = pq.read_table(file)
         column = table.column_names[0]
         encoded = [image["bytes"] for image in table[column].to_pylist()]
-        if not encoded[0].startswith(b"\x89PNG"):
-            shutil.copy2(file, target / file.name)
-            continue
         pages = [encoded[start : start + SIDE**2] for start in range(0, len(encoded), SIDE**2)]
         folder = target / file.name.replace(".parquet", f".{column}")
         folder.mkdir()
@@ -38,22 +39,32 @@ def pack(source: Path, target: Path) -> None:
 
 def unpack(source: Path, target: Path) -> None:
     """Undo `pack`."""
-    for file in source.glob("*.parquet"):
-        shutil.copy2(file, target / file.name)
-    for folder in sorted(path for path in source.iterdir() if path.is_dir()):
-        rest = pq.read_table(folder / "rest.parquet")
+    for found in sorted(source.iterdir()):
+        if found.is_file():
+            shutil.copy2(found, target / found.name)
+            continue
+        rest = pq.read_table(found / "rest.parquet")
         with ProcessPoolExecutor() as pool:
-            pages = pool.map(parted, sorted(folder.glob("*.webp")))
+            pages = pool.map(parted, sorted(found.glob("*.webp")))
             encoded = [image for page in pages for image in page][: len(rest)]
-        name, column = folder.name.rsplit(".", 1)
+        name, column = found.name.rsplit(".", 1)
         images = pa.StructArray.from_arrays([pa.array(encoded, pa.binary())], ["bytes"])
         pq.write_table(rest.add_column(0, column, images), target / f"{name}.parquet")
 
 
+def holds_png(file: Path) -> bool:
+    """Tell whether a file is a table whose first column holds PNGs."""
+    if file.suffix != ".parquet":
+        return False
+    first = next(pq.ParquetFile(file).iter_batches(1)).column(0)[0].as_py()
+    return bool(first["bytes"].startswith(b"\x89PNG"))
+
+
 def joined(encoded: list[bytes]) -> bytes:
     """Return images as one lossless picture, whose last places may stay black."""
-    images = [np.asarray(Image.open(BytesIO(image)).convert("RGB")) for image in encoded]
+    images = [np.asarray(Image.open(BytesIO(image))) for image in encoded]
     size = len(images[0])
+    assert all(image.shape == (size, size, 3) for image in images), "square images in RGB, all of one size"
     places = np.zeros((SIDE**2, size, size, 3), np.uint8)
     places[: len(images)] = images
     page = places.reshape(SIDE, SIDE, size, size, 3).swapaxes(1, 2).reshape(SIDE * size, SIDE * size, 3)
@@ -76,6 +87,10 @@ def written(pixels: np.ndarray, kind: str, **how: object) -> bytes:
 
 
 if __name__ == "__main__":
-    what, source, target = sys.argv[1:]
-    Path(target).mkdir(parents=True)
-    {"pack": pack, "unpack": unpack}[what](Path(source), Path(target))
+    what, source, target = sys.argv[1], *map(Path, sys.argv[2:])
+    if not target.exists():
+        partial = target.with_name(f"{target.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        {"pack": pack, "unpack": unpack}[what](source, partial)
+        partial.rename(target)

@@ -24,8 +24,7 @@ pack() {
   (cd "${FCIL_DATA:?}" && ls -d "$@")
   mkdir -p carry/kept/results && rm -f carry/part.*
   for name in "$@"; do
-    [ -d "carry/dense/$name" ] ||
-      "${PYTHON:-python3}" benchmarks/h200/dense.py pack "$FCIL_DATA/$name" "carry/dense/$name"
+    "${PYTHON:-python3}" benchmarks/h200/dense.py pack "$FCIL_DATA/$name" "carry/dense/$name"
   done
   [ ! -d results/cifar100-held-out ] || cp -r results/cifar100-held-out carry/kept/results # for lr=chosen
   tar --create --directory carry/dense "$@" --directory "$PWD/carry" kept |
@@ -34,12 +33,14 @@ pack() {
 }
 
 aside() {
+  cd "$(dirname "$0")/../.."
   git rm -r --cached --quiet results
   mkdir -p .git/info && echo /results/ >>.git/info/exclude
   echo "what you commit now has no results/; first: session.sh back"
 }
 
 back() {
+  cd "$(dirname "$0")/../.."
   sed -i '/^\/results\/$/d' .git/info/exclude
   git reset --quiet -- results
 }
@@ -66,9 +67,10 @@ take() {
 unpack() {
   mkdir -p "$HOME/packed"
   cat "$HOME"/parts/part.* | tar --extract --directory "$HOME/packed"
-  cp -r "$HOME/packed/kept/." "$home" && rm -r "$HOME/packed/kept"
+  cp -r "$HOME/packed/kept/." "$home"
   cd "$home"
   for folder in "$HOME"/packed/*; do
+    [ "${folder##*/}" != kept ] || continue
     python3 benchmarks/h200/dense.py unpack "$folder" "$HOME/data/$(basename "$folder")"
     name=$(basename "$folder" -50)
     FCIL_DATA=$HOME/data python3 -c "from fcil.scenario.datasets import load; print('$name', len(load('$name').train_labels))"

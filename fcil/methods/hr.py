@@ -294,7 +294,7 @@ class Client:  # Algorithm 2
         return Given(message.centroids, mask(task.old, len(counts)), counts > 0, weight)
 
     def loss(self, nets: Nets, batch: Batch, given: Given) -> Tensor:  # 18
-        """Eq. 7, a softmax in the place of its reconstruction, and line 20 where the old encoder knows the class."""
+        """Eq. 7, a softmax beside the pull and no reconstruction, and line 20 where the old encoder knows the class."""
         c, old = self.config, nets.get("old")
         z = nets["net"](batch.images)[0]
         each = c.pull * squared_error(z, given.centroids[batch.labels])  # 19

@@ -1,8 +1,8 @@
 """Residual networks with a 3x3 stem, for small images.
 
 He et al., "Deep Residual Learning for Image Recognition", CVPR 2016. ResNet-18 is in the form that MFCL, GLFC and
-TARGET use: stride 1 and no pooling in the stem, 11,168,832 parameters without a head. ResNet-8 is the shortest of the
-paper's networks for CIFAR-10, with projections as shortcuts: 77,392 parameters, for natural images on a CPU.
+TARGET use: stride 1 and no pooling in the stem, 11,168,832 parameters without a head. ResNet-8 is the
+paper's network for CIFAR-10 with n = 1, and projections as shortcuts: 77,392 parameters, for natural images on a CPU.
 """
 
 from torch import Tensor, nn
