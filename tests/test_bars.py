@@ -49,6 +49,21 @@ def test_baselines_forget_less_than_fine_tuning_on_digits(method: str, seed: int
 
 
 @needs_data
+@pytest.mark.parametrize("seed", range(3))
+def test_hybrid_replay_is_near_joint_training_on_natural_images(seed: int, tmp_path: Path) -> None:
+    """A fifth of CIFAR-100 on a CPU; the softmax beside the pull is part of why."""
+    runs = {
+        "hr": ("hr", {}), "pull": ("hr", {"contrast": 0}), "joint": ("joint", {"lr": 0.03}),
+        "finetune": ("finetune", {"lr": 0.03}),
+    }  # fmt: skip
+    final = {
+        name: run(method, "cifar100-5x4", seed=seed, settings=settings, out=tmp_path / name, device="cpu")["final"]
+        for name, (method, settings) in runs.items()
+    }
+    assert final["finetune"] + 20 < final["pull"] + 1 < final["hr"] and final["joint"] < final["hr"] + 5
+
+
+@needs_data
 def test_cifar100_runs_on_the_cpu_in_four_gibibytes(tmp_path: Path) -> None:
     few = {"rounds": 1, "steps": 1, "test_limit": 10}
     result = run_apart("joint", "cifar100-10x10", few, tmp_path)

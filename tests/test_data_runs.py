@@ -17,7 +17,12 @@ FEW = {"tasks": 2, "rounds": 1, "steps": 1, "batch_size": 8, "test_limit": 5}
 
 @pytest.mark.parametrize(
     ("benchmark", "settings", "classes"),
-    [("cifar100-10x10", {}, 20), ("tinyimagenet-10x5", {"active": 3}, 10), ("glfc-cifar100", {"active": 3}, 20)],
+    [
+        ("cifar100-5x4", {}, 8),
+        ("cifar100-10x10", {}, 20),
+        ("tinyimagenet-10x5", {"active": 3}, 10),
+        ("glfc-cifar100", {"active": 3}, 20),
+    ],
 )
 def test_joint_runs_from_parquet_on_the_cpu(benchmark: str, settings: dict, classes: int, tmp_path: Path) -> None:
     result = run_apart("joint", benchmark, {**FEW, **settings}, tmp_path)
