@@ -15,7 +15,7 @@ RUNS, OUT = Path("results/cifar100-10x10"), Path("docs/accuracy.png")
 LINES = {  # label, colour, dashes, points up for the last number; colours by Okabe and Ito: safe for the colour-blind
     "joint": ("joint: keeps every image (upper bound)", "#000000", (1, 2), 1),
     "hr": ("hr: codes of 307 bytes, 0.12 MB a client", "#0072B2", (), -3),
-    "dde,lr=0.01": ("dde: raw images, same memory; best of six", "#009E73", (), -3),
+    "dde,lr=0.01": ("dde: raw images, same memory; best of seven", "#009E73", (), -3),
     "glfc,lr=0.6": ("glfc: raw images, same memory", "#CC79A7", (), -3),
     "hr-literal": ("hr-literal: as printed, same memory", "#D55E00", (), -9),
     "finetune": ("finetune: no memory (lower bound)", "#000000", (4, 2), 2),

@@ -32,24 +32,25 @@ TOPICS = (
 )  # fmt: skip
 
 
-EARLIER = ROOT / "results/cifar100-superseded"
 BASELINES_ON_CIFAR = {
     "hr": "hr", "icarl": "icarl,lr=0.3", "icarl, exemplar_codec=webp:300": "icarl,exemplar_codec=webp:300,lr=0.3",
     "icarl, over=all": "icarl,lr=3,over=all", "bic": "bic,lr=0.01", "podnet": "podnet,lr=0.03", "dde": "dde,lr=0.01",
-    "ssil": "ssil,lr=0.01", "glfc": "glfc,lr=0.6",
+    "ssil": "ssil,lr=0.01", "glfc": "glfc,lr=0.6", "geodl": "geodl,lr=0.01",
+    "glfc, exemplar_codec=webp:300": "glfc,exemplar_codec=webp:300,lr=0.6",
+    "icarl, over=all, exemplar_codec=webp:300": "icarl,exemplar_codec=webp:300,lr=3,over=all",
 }  # fmt: skip
-STOPPED_ON_CIFAR = {
-    "geodl, stopped": "geodl,lr=0.01",
-    "glfc, exemplar_codec=webp:300, stopped": "glfc,exemplar_codec=webp:300,lr=0.6",
-    "icarl, over=all, exemplar_codec=webp:300, stopped": "icarl,exemplar_codec=webp:300,lr=3,over=all",
-}
 HR_ON_CIFAR = {  # as RESULTS.md calls a run, and its folder
-    "hr": "hr", "hr, lifelike=0": "../cifar100-superseded/hr",
-    "hr-no-kd": "hr-no-kd", "hr-no-global": "hr-no-global", "hr-rfa": "hr-rfa", "hr-mini": "hr-mini",
-    "hr, exemplars=raw: 40 images in the same bytes": "hr,exemplars=raw",
-    "hr-no-latents": "hr-no-latents", "hr-literal": "hr-literal", "hr-perfect, an image for each code": "hr-perfect",
+    "hr": "hr", "hr, exemplars=raw: 40 images in the same bytes": "hr,exemplars=raw",
     "hr, memory_scope=client": "hr,memory_scope=client",
-    "hr-perfect, memory_scope=client": "hr-perfect,memory_scope=client",
+    "hr-perfect, memory_scope=client": "hr-perfect,memory_scope=client", "hr-literal": "hr-literal",
+}  # fmt: skip
+BEFORE_CONTRAST = {  # likewise, from before hr had its softmax
+    "hr": "hr,contrast=0", "hr, lifelike=0": "hr", "hr-no-kd": "hr-no-kd,contrast=0",
+    "hr-no-global": "hr-no-global,contrast=0", "hr-rfa": "hr-rfa,contrast=0", "hr-mini": "hr-mini,contrast=0",
+    "hr, exemplars=raw": "hr,contrast=0,exemplars=raw", "hr-no-latents": "hr-no-latents,contrast=0",
+    "hr-perfect, an image for each code": "hr-perfect,contrast=0",
+    "hr, memory_scope=client": "hr,contrast=0,memory_scope=client",
+    "hr-perfect, memory_scope=client": "hr-perfect,contrast=0,memory_scope=client",
 }  # fmt: skip
 
 
@@ -106,7 +107,7 @@ def test_its_numbers_on_cifar_are_those_of_the_runs() -> None:
     rows = {row.method: row for row in short.rows if not row.settings}
     best, forgetting = row_of("HR is best")[2], row_of("Less forgetting")[2]
     of = {row.method: row for row in short.rows if not set(row.settings) - {"lr"}}
-    for method in ("hr", "hr-literal", "dde", "podnet", "ssil", "bic", "icarl", "glfc", "remind"):
+    for method in ("hr", "hr-literal", "dde", "podnet", "ssil", "geodl", "bic", "icarl", "glfc", "remind"):
         assert f"{method} {of[method].final.mean:.1f}" in best.partition("CIFAR")[2], method
         assert f"{method} {of[method].forgetting.mean:.1f}" in forgetting.partition("CIFAR")[2], method
         assert of[method].seeds == ((0, 1, 2) if method == "hr" else (0,))
@@ -201,7 +202,12 @@ def test_the_tables_of_cifar100_on_two_cores_are_those_of_the_runs() -> None:
     assert len(lines) > 30
     for line in lines:
         assert line in text, line
-    rows = on_two_cores.rows()
+    rows, readme = on_two_cores.rows(), (ROOT / "README.md").read_text()
+    finals = {label: row.final if len(row.seeds) > 1 else f"{row.final.mean:.1f}" for label, row in rows.items()}
+    assert f"`hr` ends at {finals['hr']} there ({finals['hr (contrast=0)']} without its softmax)" in readme
+    assert f"`joint` at {finals['joint (lr=0.03)']}, over three seeds" in readme
+    for method, label in (("podnet`,", "podnet (lr=0.03)"), ("finetune`", "finetune (lr=0.03)"), ("hr-literal`",) * 2):
+        assert f"`{method} at {finals[label.strip('`')]}" in readme
     for method, rates in on_two_cores.tried().items():  # what did best there is what ran
         best = max(rates, key=rates.__getitem__)
         row = next(row for row in rows.values() if row.method == method and not row.settings.keys() - {"lr"})
@@ -225,20 +231,24 @@ def test_every_method_and_setting_in_a_command_is_there() -> None:
             assert name in METHODS and plan(name, settings={k: v.split(",")[0] for k, v in settings.items()})
 
 
-def test_the_table_on_cifar100_is_that_of_the_runs() -> None:
+@pytest.mark.parametrize(
+    ("start", "end", "folder", "runs"),
+    [
+        ("### CIFAR-100\n", "What they say:", "cifar100-10x10", HR_ON_CIFAR),
+        ("#### Before the softmax: ablations", "####", "cifar100-superseded", BEFORE_CONTRAST),
+    ],
+)
+def test_the_tables_on_cifar100_are_those_of_the_runs(start: str, end: str, folder: str, runs: dict[str, str]) -> None:
     """Accuracy after each task, old and new at the end, forgetting, and bytes kept; of what ran on one seed."""
-    text = (ROOT / "RESULTS.md").read_text().partition("### CIFAR-100\n")[2].partition("What they say:")[0]
+    text = (ROOT / "RESULTS.md").read_text().partition(start)[2].partition(end)[0]
     lines = [[cell.strip(" *`") for cell in line.strip("| ").split(" | ")] for line in text.splitlines()]
-    found = 0
-    for name, folder in HR_ON_CIFAR.items():
-        (cells,) = (cells for cells in lines if cells[0].replace("*", "").replace("`", "") == name)
-        result = json.loads((ROOT / "results/cifar100-10x10" / folder / "0/result.json").read_text())
+    for name, run in runs.items():
+        (cells,) = (cells for cells in lines if re.sub("[*`]", "", cells[0]) == name and len(cells) == 14)
+        result = json.loads((ROOT / "results" / folder / run / "0/result.json").read_text())
         last = result["matrix"][-1]
         assert cells[1:11] == [f"{value:.1f}" for value in result["overall"]], name
         assert cells[11] == f"{sum(last[:-1]) / len(last[:-1]):.1f} / {last[-1]:.1f}", name
         assert cells[12:] == [f"{result['forgetting']:.1f}", f"{result['memory_bytes']:,}"], name
-        found += 1
-    assert found == len(HR_ON_CIFAR) == 12
 
 
 def test_the_tables_of_seeds_code_sizes_long_sequences_and_clients_that_differ_are_those_of_the_runs() -> None:
@@ -254,42 +264,45 @@ def test_the_tables_of_seeds_code_sizes_long_sequences_and_clients_that_differ_a
         last = result["matrix"][-1]
         return [f"{sum(last[:-1]) / len(last[:-1]):.1f} / {last[-1]:.1f}", f"{result['forgetting']:.1f}"]
 
-    every = compare(find([ROOT / "results/cifar100-10x10", EARLIER])).sections
-    (short,) = (one for one in every if one.protocol == "short")
-    means = {row.label: str(row.final) for row in short.rows if len(row.seeds) > 1}
-    unset = "hr (lifelike=unset, "
-    for name, folder, label in (
-        ("the same, `lifelike=0", "cifar100-superseded/hr", unset + "whole=unset)"),
-        ("the same, `lifelike=0", "cifar100-superseded/hr,memory_scope=client",
-         unset + "memory_scope=client, whole=unset)"),
-        ("the same, `lifelike=0", "cifar100-superseded/hr-perfect,memory_scope=client",
-         "hr-perfect (lifelike=unset, memory_scope=client, whole=unset)"),
-        ("hr**, 400 codes a client", "cifar100-10x10/hr", "hr"),
-        ("hr**, `memory_scope=client`: 1,000 codes", "cifar100-10x10/hr,memory_scope=client",
-         "hr (memory_scope=client)"),
-        ("hr-perfect*, `memory_scope=client`: 1,000 images", "cifar100-10x10/hr-perfect,memory_scope=client",
-         "hr-perfect (memory_scope=client)"),
-    ):  # fmt: skip
-        finals = [f"{of(f'{folder}/{seed}')['final']:.1f}" for seed in range(3)]
-        assert [name, *finals, means[label]] in lines
+    now, before = "cifar100-10x10", "cifar100-superseded"
+    for name, folder in (
+        ("hr**, 400 codes a client", f"{now}/hr"),
+        ("hr**, `memory_scope=client`: 1,000 codes", f"{now}/hr,memory_scope=client"),
+        ("hr-perfect*, `memory_scope=client`: 1,000 images", f"{now}/hr-perfect,memory_scope=client"),
+        ("hr, `contrast=0", f"{before}/hr,contrast=0"),
+        ("hr, `contrast=0`, `memory_scope=client", f"{before}/hr,contrast=0,memory_scope=client"),
+        ("hr-perfect*, `contrast=0`, `memory_scope=client", f"{before}/hr-perfect,contrast=0,memory_scope=client"),
+        ("hr, `contrast=0`, `lifelike=0", f"{before}/hr"),
+        ("hr, `contrast=0`, `lifelike=0`, `memory_scope=client", f"{before}/hr,memory_scope=client"),
+        ("hr-perfect*, `contrast=0`, `lifelike=0`, `memory_scope=client", f"{before}/hr-perfect,memory_scope=client"),
+    ):
+        finals = [of(f"{folder}/{seed}")["final"] for seed in range(3)]
+        mean = "{:.1f} ± {:.1f}".format(*mean_and_sem(finals))
+        assert [name, *(f"{final:.1f}" for final in finals), mean] in lines, name
+        if name.startswith("hr**"):  # old and new classes, and forgetting, by seed
+            runs = [of(f"{folder}/{seed}") for seed in range(3)]
+            sides = ", ".join(ends(run)[0].replace(" / ", " and ") for run in runs)
+            fell = "{}, {} and {}".format(*(ends(run)[1] for run in runs))
+            assert f"{sides}, forgetting {fell}" in text, name
     joint = [f"{of(f'cifar100-10x10/joint/{seed}')['final']:.1f}" for seed in range(2)]
-    assert ["joint", *joint, f"| {means['joint']}"] in lines
+    mean = "{:.1f} ± {:.1f}".format(*mean_and_sem([of(f"cifar100-10x10/joint/{seed}")["final"] for seed in range(2)]))
+    assert ["joint", *joint, f"| {mean}"] in lines
     for size in (32, 77, 154, 307, 614):
-        folder = "cifar100-superseded/hr/0" if size == 307 else f"cifar100-10x10/hr,code_bytes={size}/0"
+        folder = f"cifar100-superseded/hr{'' if size == 307 else f',code_bytes={size},contrast=0'}/0"
         run = of(folder)
         (line,) = (line for line in lines if re.match(rf"{size}\b", line[0]) and len(line) == 7)
         assert line[1] == f"{_psnr(folder):.2f}"
         assert int(line[2].partition(":")[0].replace(",", "")) == run["memory_bytes"] // size
         assert line[3:] == [f"{run['memory_bytes']:,}", f"{run['final']:.1f}", *ends(run)]
     for method in ("joint", "hr", "finetune"):
-        run = of(f"cifar100-20x5/{method}/0")
+        run = of("cifar100-superseded/20x5/hr,contrast=0/0" if method == "hr" else f"cifar100-20x5/{method}/0")
         some = [f"{run['overall'][task - 1]:.1f}" for task in (1, 2, *range(4, 21, 2))]
         assert any((method, *some, *ends(run)) == line[:14] for line in cells), method
     for method, folder in (
-        ("hr", "cifar100-10x10/hr"), ("hr-no-global", "cifar100-10x10/hr-no-global"),
-        ("hr, `lifelike=0", "cifar100-superseded/hr"),
+        ("hr", "hr,alpha=0.1,contrast=0"), ("hr-no-global", "hr-no-global,alpha=0.1,contrast=0"),
+        ("hr, `lifelike=0", "hr,alpha=0.1"),
     ):  # fmt: skip
-        run = of(f"{folder},alpha=0.1/0")
+        run = of(f"cifar100-superseded/{folder}/0")
         assert (method, *(f"{value:.1f}" for value in run["overall"]), *ends(run)) in cells, method
 
 
@@ -317,9 +330,6 @@ def test_the_table_of_baselines_with_exemplars_on_cifar_is_that_of_the_runs() ->
         ends = [f"{sum(last[:-1]) / len(last[:-1]):.1f} / {last[-1]:.1f}", f"{result['forgetting']:.1f}"]
         claimed = [f"{PAPER_FINAL['cifar100-10x10'][name]:.2f}"] if name in PAPER_FINAL["cifar100-10x10"] else [""]
         assert rows[name] == [*(f"{value:.1f}" for value in result["overall"]), *ends, *claimed], name
-    for name, folder in STOPPED_ON_CIFAR.items():
-        measured = [100 * sum(task["correct"]) / sum(task["total"]) for task in _tasks(f"cifar100-10x10/{folder}/0")]
-        assert len(measured) == 8 and rows[name][:8] == [f"{value:.1f}" for value in measured], name
 
 
 def test_the_table_of_data_free_and_hybrid_baselines_on_cifar_is_that_of_the_runs() -> None:
@@ -360,16 +370,9 @@ def test_the_table_of_the_readme_is_that_of_the_runs() -> None:
     (short,) = (section for section in compare(found).sections if section.protocol == "short")
     rows = {row.label: row for row in short.rows}
     for name, *told in lines:
-        method, _, setting = re.sub("[*`]", "", name).partition(", ")
-        label = (
-            f"{method} ({setting})"
-            if setting.startswith("lr=")
-            else method.replace(" with raw images", " (exemplars=raw)")
-        )
+        method, _, setting = re.sub("[*`]", "", name.partition(": bound")[0]).partition(", ")
+        label = f"{method} ({setting})" if "=" in setting else method.replace(" with raw images", " (exemplars=raw)")
         row = rows[label]
-        config = tomllib.loads((row.folders[0] / "config.toml").read_text())["config"]
-        former = method.startswith("hr") and method != "hr-literal" and "contrast" not in config
-        assert former == ("contrast=0" in setting), name
         assert told[:4] == [str(len(row.seeds)), str(row.final), str(row.average), f"{row.forgetting.mean:.1f}"], name
         assert told[4].partition(":")[0] in (f"{row.memory_bytes / 1000:,.0f} KB", "0"), name
-    assert len(lines) == 14
+    assert len(lines) == 18

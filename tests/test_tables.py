@@ -102,6 +102,13 @@ def test_a_knob_that_came_later_is_told_of_the_runs_before_it_alone(tmp_path: Pa
     assert rows == {"hr (tied=unset)": (0,), "hr": (1,)}
 
 
+def test_a_knob_that_has_gone_is_told_of_the_runs_that_had_it(tmp_path: Path) -> None:
+    knobs = ["whole = 0.0", "whole = 0.0\ntied = 0", "tied = 0"]
+    runs = [in_folder(tmp_path, seed, f"[config]\nlr = 0.1\n{knob}") for seed, knob in enumerate(knobs)]
+    rows = {row.label: row.seeds for row in compare(runs).sections[0].rows}
+    assert rows == {"hr (tied=unset, whole=0.0)": (0,), "hr (whole=0.0)": (1,), "hr": (2,)}
+
+
 @pytest.mark.parametrize("config", ["benchmark = 3\n", "[config]\nlr = 2026-11-16\n", "[config\n", "\x00"])
 def test_a_config_of_another_kind_stops_no_table(config: str, tmp_path: Path) -> None:
     runs = [in_folder(tmp_path, 0, config), in_folder(tmp_path, 1, "[config]\nlr = 0.1\n")]

@@ -7,7 +7,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from fcil.errors import UserError
-from fcil.methods import family
+from fcil.methods import METHODS, family, method
 from fcil.report.paper import PAPER_FINAL, Claim, claim, paper_name
 from fcil.results.metrics import mean_and_sem
 from fcil.results.runs import Run
@@ -139,7 +139,8 @@ def _apart(alike: Sequence[Run]) -> list[tuple[list[Run], dict[str, Any]]]:
     """Take runs apart that are called the same and are not, with what tells them from each other.
 
     A file of one's own may have changed between two seeds, and so may a default. A method's knob that came later is
-    told of the runs before it; what benchmarks and protocols got later leaves a run as it was.
+    told of the runs before it, and one that has gone of those that had it, so that runs of today need no explanation;
+    what benchmarks and protocols got later leaves a run as it was.
     """
     parts: dict[str, list[Run]] = {}
     values: dict[str, dict[str, Any]] = {}
@@ -150,12 +151,19 @@ def _apart(alike: Sequence[Run]) -> list[tuple[list[Run], dict[str, Any]]]:
     legible = [own for own in values.values() if own]
     known = {key for own in legible for key in own}
     kinds = {key: {json.dumps(own[key], default=str) for own in legible if key in own} for key in known}
+    partial = {key for own in legible for key in known - own.keys()}
+    gone = partial - _knobs_today(alike[0].result["method"], known) if partial else set()
 
     def told(own: Mapping[str, Any]) -> dict[str, Any]:
-        later = {key: "unset" for key in known - own.keys()}
-        return {**later, **{key: value for key, value in own.items() if len(kinds[key]) > 1}} if own else {}
+        later = {key: "unset" for key in known - own.keys() - gone} if own else {}
+        return {**later, **{key: value for key, value in own.items() if len(kinds[key]) > 1 or key in gone}}
 
     return [(runs, told(values[text])) for text, runs in parts.items()]
+
+
+def _knobs_today(name: str, known: set[str]) -> set[str]:
+    """Return the knobs that a method has now; of a user's own file, which may be elsewhere, all that are known."""
+    return {knob.name for knob in fields(method(name).config())} if name in METHODS else known
 
 
 def _row(alike: Sequence[Run], differs: Mapping[str, Any]) -> Row:
