@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fcil.blocks.losses import log_shares
 from fcil.blocks.training import loaded, weights_of
 from fcil.experiment import assemble
 from fcil.federation.calls import Call
@@ -153,6 +154,14 @@ def test_new_classes_have_their_share_of_every_step(share: float, number: int) -
     for kind in (is_new, ~is_new):  # each of them as often as the others, but for one pass that is not over
         counts = torch.bincount(rows.flatten(), minlength=40)[kind]
         assert counts.max() - counts.min() <= 1
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_classes_have_the_share_of_steps_that_a_loss_is_told(share: float) -> None:
+    pool = a_pool(40)
+    counts, is_new = torch.bincount(pool.labels).float(), torch.tensor([j in (1, 4) for j in range(6)])
+    drawn = torch.bincount(pool.labels[shared(pool, share, (1, 4), steps=2000)].flatten()).float()
+    assert torch.allclose(log_shares(counts, is_new, share).exp(), drawn / drawn.sum(), atol=1e-3)
 
 
 def test_where_more_are_new_than_asked_for_images_come_as_they_are() -> None:

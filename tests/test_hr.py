@@ -770,25 +770,29 @@ def loss(nets: dict[str, nn.Module], batch: Batch, **settings: Any) -> Tensor:
     return client(**settings).loss(nets, batch, given(**settings)).detach()
 
 
-def drawn_to_centroids(z: Tensor, batch: Batch, pull: float, contrast: float, temperature: float) -> Tensor:
+def drawn_to_centroids(
+    z: Tensor, batch: Batch, pull: float, contrast: float, temperature: float, calibrate: float = 0.0
+) -> Tensor:
     p, held = mixed().message.centroids, sorted(set(mixed().pool.labels.tolist()))
     pulled = torch.stack([((code - p[j]) ** 2).sum() for code, j in zip(z, batch.labels, strict=True)])
-    scores = -(distances(z, p[held]) ** 2) / temperature
+    often = torch.bincount(mixed().pool.labels)[held] / len(mixed().pool.labels)
+    scores = calibrate * often.log() - (distances(z, p[held]) ** 2) / temperature
     own = torch.tensor([held.index(j) for j in batch.labels.tolist()])
     return pull * pulled - contrast * scores.log_softmax(1)[torch.arange(len(own)), own]
 
 
 @pytest.mark.parametrize("balance", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("contrast", [0.0, 0.7])
-def test_the_loss_by_hand(contrast: float, balance: float) -> None:
+@pytest.mark.parametrize(("contrast", "calibrate"), [(0.0, 0.0), (0.7, 0.0), (0.7, 0.6)])
+def test_the_loss_by_hand(contrast: float, calibrate: float, balance: float) -> None:
     batch, nets = mixed_batch(made_weight=0.25), apart()
     knobs = {"pull": 0.3, "temperature": 1.7, "distill": 0.6, "contrast": contrast, "balance": balance}
+    knobs |= {"calibrate": calibrate, "new_share": 0.0}
     counts = torch.bincount(mixed().pool.labels, minlength=6).double()
     raw = torch.where(counts > 0, counts**-balance, 0.0)
     weight = raw * counts.sum() / (raw * counts).sum()
     with torch.no_grad():
         z, taught = (nets[name](batch.images)[0].double() for name in ("net", "old"))
-        each = drawn_to_centroids(z, batch, 0.3, contrast, 1.7)
+        each = drawn_to_centroids(z, batch, 0.3, contrast, 1.7, calibrate)
         old = torch.tensor([j in mixed().data.task.old for j in batch.labels.tolist()])
         each = each + torch.where(old, 0.6 * 0.3 * ((z - taught) ** 2).sum(1), 0.0)
         each = each * weight[batch.labels] * torch.where(batch.extra["made"], 0.25, 1.0)
@@ -873,7 +877,7 @@ def test_made_up_images_weigh_what_is_set_or_as_much_as_there_is_to_make_up() ->
 
 @pytest.mark.parametrize(
     "settings",
-    [{"contrast": 0.0}, {"balance": 1.0}, {"made_weight": 0.1}, {"lifelike": 1.0}],
+    [{"contrast": 0.0}, {"calibrate": 1.0}, {"balance": 1.0}, {"made_weight": 0.1}, {"lifelike": 1.0}],
     ids=str,
 )
 def test_these_knobs_move_a_run(settings: dict[str, Any]) -> None:

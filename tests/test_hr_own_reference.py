@@ -36,7 +36,7 @@ ALONE = replace(
     TINY, tasks=TASKS, clients=1, active=1, train_limit=IMAGES, test_limit=5,
     memory=480 / (4 * SIDE * SIDE), memory_scope="client",
 )  # fmt: skip
-TERMS = {"pull": 0.3, "contrast": 0.2, "temperature": 1.5, "distill": 2.0, "balance": 0.5}
+TERMS = {"pull": 0.3, "contrast": 0.2, "temperature": 1.5, "calibrate": 0.4, "distill": 2.0, "balance": 0.5}
 SETTINGS = {
     "rounds": ROUNDS, "steps": STEPS, "batch_size": BATCH, "momentum": MOMENTUM, "weight_decay": DECAY, "clip": CLIP,
     "lr": LR, "spacing": SPACING, "code_bytes": SIZE, **TERMS,
@@ -267,7 +267,8 @@ def objective(
     x, labels = pool.images[index] / 255.0, pool.labels[index]
     z = encode(w, x, True)
     seen = sorted(set(pool.labels.tolist()))
-    scores = -torch.stack([length(z - p[j]) for j in seen], 1) / terms["temperature"]
+    often = torch.stack([(pool.labels == j).sum() for j in seen]) / len(pool.labels)
+    scores = terms["calibrate"] * often.log() - torch.stack([length(z - p[j]) for j in seen], 1) / terms["temperature"]
     unlike = scores.exp().sum(1).log() - scores[torch.arange(len(labels)), [seen.index(int(j)) for j in labels]]
     each = terms["pull"] * length(z - p[labels]) + terms["contrast"] * unlike
     if w_old is not None:
@@ -415,8 +416,9 @@ def test_nothing_is_rounded_on_a_knifes_edge(keeps: bool) -> None:
         ({"distill": 0.0}, {"distill": 0.0}, {}),
         ({"balance": 0.0}, {"balance": 0.0}, {}),
         ({"contrast": 0.0}, {"contrast": 0.0}, {}),
+        ({"calibrate": 0.0}, {"calibrate": 0.0}, {}),
     ],
-    ids=["made up", "two domains", "no teacher", "no balance", "no contrast"],
+    ids=["made up", "two domains", "no teacher", "no balance", "no contrast", "not calibrated"],
 )
 def test_what_can_be_chosen_is_chosen_alike(
     settings: dict[str, Any], terms: dict[str, float], how: dict[str, Any]
@@ -430,7 +432,15 @@ def test_what_can_be_chosen_is_chosen_alike(
 
 @pytest.mark.parametrize(
     "change",
-    [{"distill": 0.0}, {"balance": 0.0}, {"contrast": 0.0}, {"one_domain": False}, {"shrink": 0.0}, {"clip": 10.0}],
+    [
+        {"distill": 0.0},
+        {"balance": 0.0},
+        {"contrast": 0.0},
+        {"calibrate": 0.0},
+        {"one_domain": False},
+        {"shrink": 0.0},
+        {"clip": 10.0},
+    ],
     ids=str,
 )
 def test_leaving_a_part_out_changes_the_result(change: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from fcil.blocks.losses import (
     distillation,
     divergence_from_normal,
     expected_squared_error,
+    log_shares,
     masked,
     norm_error,
     squared_distance,
@@ -102,6 +103,20 @@ def test_no_gradient_flows_where_there_is_nothing_to_distil() -> None:
     logits = LOGITS.clone().requires_grad_()
     distillation(logits, TEACHER, NONE, 2.0).backward()
     assert (logits.grad == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("counts", "least", "shares"),
+    [
+        ([4.0, 2.0, 2.0, 0.0], 0.2, [0.5, 0.25, 0.25, 1.0]),  # as they come, for a quarter is new
+        ([4.0, 2.0, 2.0, 0.0], 0.4, [0.4, 0.2, 0.4, 1.0]),  # old ones keep their proportions
+        ([0.0, 0.0, 3.0, 1.0], 0.2, [1.0, 1.0, 0.75, 0.25]),  # nothing is old
+        ([3.0, 1.0, 0.0, 0.0], 0.2, [0.75, 0.25, 1.0, 1.0]),  # nothing is new
+        ([0.0, 0.0, 0.0, 0.0], 0.2, [1.0, 1.0, 1.0, 1.0]),  # nothing at all
+    ],
+)
+def test_shares_of_classes_by_hand(counts: list[float], least: float, shares: list[float]) -> None:
+    assert log_shares(torch.tensor(counts), NEW, least).exp().tolist() == pytest.approx(shares)
 
 
 def test_distances_by_hand() -> None:

@@ -75,6 +75,16 @@ def expected_squared_error(mean: Tensor, logvar: Tensor, target: Tensor) -> Tens
     return squared_error(mean, target) + logvar.exp().sum(1)
 
 
+def log_shares(counts: Tensor, new: Tensor, least: float) -> Tensor:
+    """Logarithm of each class's share of a client's steps, of which new classes have at least `least`; 0 of none."""
+    news = (counts * new).sum()
+    olds = counts.sum() - news
+    share = torch.where(olds > 0, (news / counts.sum()).clamp_min(least), 1.0)
+    share = torch.where(news > 0, share, 0.0)
+    often = counts * torch.where(new, share / news.clamp_min(1), (1 - share) / olds.clamp_min(1))
+    return torch.where(counts > 0, often, 1.0).log()
+
+
 def _low(logits: Tensor, classes: Tensor) -> Tensor:
     # finite on purpose: the divergence multiplies these entries by zero, and zero times infinity is not a number
     return logits.masked_fill(~classes, -1e4)

@@ -22,7 +22,7 @@ from fcil.blocks import centroids as placing
 from fcil.blocks import exemplars as keeping
 from fcil.blocks import made_up as making
 from fcil.blocks.codec import KINDS, Fitted, LearnedCodec, RawCodec, TransformCodec, WebpCodec, build
-from fcil.blocks.losses import masked, squared_error
+from fcil.blocks.losses import log_shares, masked, squared_error
 from fcil.blocks.training import by_class, in_parts, loaded, weights_of
 from fcil.federation.rounds import fit_codec, measure
 from fcil.knobs import knob
@@ -48,6 +48,10 @@ class Config:
         0.1, "weight of the cross-entropy beside the pull, of a softmax over distances to the classes at hand", least=0
     )
     temperature: float = knob(2.5, "of that softmax over negative squared distances", above=0)
+    calibrate: float = knob(
+        0.0, "1: what is frequent at the client gains nothing by it in that softmax; 0: as it comes",
+        least=0, most=1,
+    )  # fmt: skip
     balance: float = knob(0.0, "0: images weigh alike; 1: the classes that a client has do", least=0, most=1)
     alignment: str = knob("lennard-jones", "how the server places new centroids", choices=tuple(placing.ALIGNMENTS))
     align_steps: int = knob(3000, "most steps of an alignment", least=1)
@@ -123,6 +127,7 @@ class Given:
     old: Tensor  # classes that the old encoder knows, as a mask
     held: Tensor  # classes that the client replays or has at hand, likewise
     weight: Tensor  # of an image in the loss, by its class
+    prior: Tensor  # what the softmax expects of a class before it sees an image
 
 
 @record
@@ -291,7 +296,9 @@ class Client:  # Algorithm 2
         counts = torch.bincount(pool.labels, minlength=len(message.seen)).to(message.centroids)
         weight = counts.clamp_min(1) ** -self.config.balance
         weight = weight * counts.sum() / (weight * counts).sum().clamp_min(1)  # 1 on average
-        return Given(message.centroids, mask(task.old, len(counts)), counts > 0, weight)
+        new = mask(task.new, len(counts)).to(counts.device)
+        prior = self.config.calibrate * log_shares(counts, new, self.config.new_share)
+        return Given(message.centroids, mask(task.old, len(counts)), counts > 0, weight, prior)
 
     def loss(self, nets: Nets, batch: Batch, given: Given) -> Tensor:  # 18
         """Eq. 7, a softmax beside the pull and no reconstruction, and line 20 where the old encoder knows the class."""
@@ -299,7 +306,7 @@ class Client:  # Algorithm 2
         z = nets["net"](batch.images)[0]
         each = c.pull * squared_error(z, given.centroids[batch.labels])  # 19
         if c.contrast:
-            scores = masked(placing.scores(z, given.centroids, c.temperature), given.held)
+            scores = masked(placing.scores(z, given.centroids, c.temperature) + given.prior, given.held)
             each = each + c.contrast * nn.functional.cross_entropy(scores, batch.labels, reduction="none")
         if old is not None:
             with torch.no_grad():
