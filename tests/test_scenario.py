@@ -9,7 +9,8 @@ from fcil.errors import UserError
 from fcil.scenario.benchmarks import BENCHMARKS, PARTITIONS, Benchmark
 from fcil.scenario.datasets import Dataset, load
 from fcil.scenario.memory import budget
-from fcil.scenario.scenario import DataGone, Scenario
+from fcil.scenario.reach import DataGone
+from fcil.scenario.scenario import Scenario
 
 DIGITS = BENCHMARKS["digits"]
 needs_data = pytest.mark.skipif("FCIL_DATA" not in os.environ, reason="FCIL_DATA is not set")

@@ -25,6 +25,7 @@ from fcil.method import Client, Fit, Method, Pictures, Setting, Trained
 from fcil.networks.norm import kernels_work
 from fcil.records import flatten, size_in_bytes, unflatten
 from fcil.scenario.benchmarks import Protocol
+from fcil.scenario.reach import at_work
 from fcil.scenario.tasks import LocalData
 from fcil.seeds import seed_of
 
@@ -142,7 +143,7 @@ class Engine:
         message = self.receive(message)
         pixels = 2**17 if self.device.type == "cpu" else 2**20  # at once: keeps activations in hundreds of megabytes
         batch_size = min(1000, max(1, pixels // (images.shape[-1] * images.shape[-2])))
-        with threads(cores()), torch.inference_mode():
+        with threads(cores()), torch.inference_mode(), at_work("a model"):
             parts = [self.client.predict(message, part.to(self.device)) for part in torch.split(images, batch_size)]
         return torch.cat(parts)
 
@@ -228,7 +229,8 @@ class Answer:
         self.loss: float | Tensor = float("nan")
         self.fit: Fit | None = None  # what it waits for
         data = seeded_data(data, slot.generator, who, call)
-        self.reply = handler(slot.client, memory, data, message)
+        with at_work(f"client {who}"):
+            self.reply = handler(slot.client, memory, data, message)
         if isinstance(self.reply, Generator):
             self._running = self.reply
             self._resume(lambda: next(self._running))
@@ -257,7 +259,8 @@ class Answer:
 
     def _resume(self, step: Callable[[], Fit]) -> None:
         try:
-            self.fit = step()
+            with at_work(f"client {self.who}"):
+                self.fit = step()
         except StopIteration as end:
             self.fit, self.reply = None, end.value
 

@@ -10,6 +10,7 @@ from fcil.federation.calls import Answered, Call, Question
 from fcil.federation.engine import Engine
 from fcil.records import flatten, keep_no_more
 from fcil.scenario.memory import Budget
+from fcil.scenario.reach import handing_over
 from fcil.scenario.scenario import Scenario
 from fcil.scenario.tasks import LocalData, Task
 
@@ -100,7 +101,8 @@ class InProcess:
         def data() -> LocalData:
             cache = cache_of(self.caches, client)
             if LOCAL not in cache:
-                cache[LOCAL] = self.scenario.local(client, self.task)
+                with handing_over():  # the server's script waits meanwhile
+                    cache[LOCAL] = self.scenario.local(client, self.task)
             held: LocalData = cache[LOCAL]
             return replace(held, cache=cache)
 

@@ -17,6 +17,7 @@ from fcil.federation.clients import Door, Tally
 from fcil.federation.engine import Engine
 from fcil.method import Server
 from fcil.results.metrics import per_client
+from fcil.scenario.reach import at_work
 from fcil.scenario.scenario import Scenario
 from fcil.scenario.tasks import Task
 
@@ -47,7 +48,8 @@ def rounds_of(script: Iterator[None], clients: Door) -> Iterator[None]:
     """Go from one end of a round to the next; time that no answer took is the server's own."""
     while True:
         start, before = time.perf_counter(), sum(clients.tally.seconds.values())
-        over = next(script, OVER)
+        with at_work("the server"):
+            over = next(script, OVER)
         asked = sum(clients.tally.seconds.values()) - before
         clients.tally.seconds["server"] += max(0.0, time.perf_counter() - start - asked)
         if over is OVER:

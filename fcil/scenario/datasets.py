@@ -16,6 +16,7 @@ from torch import Tensor
 from fcil.errors import UserError, unknown
 from fcil.scenario import synthetic
 from fcil.scenario.images import decoded, resized
+from fcil.scenario.reach import within_reach
 from fcil.scenario.sources import Source, find, folder_source
 
 LICENCES = {
@@ -49,6 +50,7 @@ def load(name: str, image_size: int = 0) -> Dataset:
 
     A class without a usable training or test image is an error; a few unreadable images are skipped and counted.
     """
+    within_reach(f"the dataset {name}")
     if name == "digits":
         return _digits(image_size)
     if asked := synthetic.size(name):

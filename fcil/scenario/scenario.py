@@ -14,15 +14,12 @@ from fcil.scenario.benchmarks import Benchmark
 from fcil.scenario.datasets import LICENCES, Dataset, load
 from fcil.scenario.memory import budget
 from fcil.scenario.partition import Indices, partition
+from fcil.scenario.reach import DataGone, within_reach
 from fcil.scenario.schedule import Schedule
 from fcil.scenario.tasks import LocalData, Task
 from fcil.seeds import seed_of
 
 NONE = np.zeros(0, dtype=np.int64)
-
-
-class DataGone(Exception):
-    """A method asked for the images of a task that is over."""
 
 
 class Deal:
@@ -109,6 +106,7 @@ class Scenario:
 
     def local(self, client: int, task: Task) -> LocalData:
         """Return what a client holds of the task that has begun; raise `DataGone` for any other."""
+        within_reach(f"what client {client} holds")
         if task.index != self._begun:
             when = "is over" if task.index < self._begun else "has not begun"
             raise DataGone(f"task {task.index} {when}: clients hold the images of task {self._begun}")
@@ -118,12 +116,14 @@ class Scenario:
 
     def test(self, task: Task) -> tuple[Tensor, Tensor]:
         """Return the test images and labels of the classes that a task brings."""
+        within_reach("test images")
         where = np.concatenate([self._test[j] for j in task.new])
         labels = np.repeat(np.array(task.new, dtype=np.int64), [len(self._test[j]) for j in task.new])
         return self._test_images[torch.from_numpy(where).to(self.device)], torch.from_numpy(labels).to(self.device)
 
     def trained(self) -> tuple[Tensor, Tensor]:
         """Return every training image that some client has held, once, and its label; no client sees so much."""
+        within_reach("what all clients hold")
         where = np.unique(np.concatenate([NONE, *(deal.images for deal in self._deals)]))
         return self._images[torch.from_numpy(where).to(self.device)], torch.from_numpy(self._slots[where]).to(
             self.device
