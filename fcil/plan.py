@@ -96,8 +96,8 @@ class Plan:
         return Plan.parse(text, path)
 
     @staticmethod
-    def parse(text: str, path: Path) -> "Plan":
-        """Read a plan that `to_toml` wrote; `path` is where it was found."""
+    def parse(text: str, path: Path, advice: str = "start the run again in another folder (--out)") -> "Plan":
+        """Read a plan that `to_toml` wrote; `path` is where it was found, and `advice` helps where it does not fit."""
         try:
             content = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
@@ -119,9 +119,7 @@ class Plan:
                 str(content.get("source", "")),
             )
         except UserError as error:
-            raise UserError(
-                f"{path}: {error}; if fcil has changed since, start the run again in another folder (--out)"
-            ) from None
+            raise UserError(f"{path}: {error}; if fcil has changed since, {advice}") from None
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
                 f"{path} is damaged ({type(error).__name__}: {error}); start the run again in another folder"

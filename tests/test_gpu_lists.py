@@ -89,6 +89,26 @@ def test_an_unfinished_run_comes_home_in_slices_and_travels_again(tmp_path: Path
         assert f"kept/{run}/checkpoint/state-10.safetensors" in packed.getnames() and "digits" in packed.getnames()
 
 
+def test_results_stay_here_while_parts_travel_and_are_known_to_git_again(tmp_path: Path) -> None:
+    def shell(*words: str) -> str:
+        return subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    tool, result = tmp_path / "benchmarks/h200/session.sh", tmp_path / "results/run/result.json"
+    for path, content in ((tool, (LISTS[0].parent / "session.sh").read_bytes()), (result, b"{}")):
+        path.parent.mkdir(parents=True)
+        path.write_bytes(content)
+    shell("git", "init", "--quiet")
+    shell("git", "add", ".")
+    shell("git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "-m", "all")
+    shell("bash", str(tool), "aside")
+    travels = shell("git", "ls-files", "--cached", "--others", "--exclude-standard")
+    assert "session.sh" in travels and "results" not in travels and result.exists()
+    shell("bash", str(tool), "back")
+    assert shell("git", "status", "--porcelain") == ""
+    (result.parent / "more.json").touch()
+    assert "more.json" in shell("git", "status", "--porcelain", "--untracked-files=all")
+
+
 def test_a_rate_is_chosen_by_what_held_out_images_say_and_sought_beyond_the_last_tried(tmp_path: Path) -> None:
     def tried(method: str, rate: float, final: float, holdout: float = 0.1, stop_after: int = 1) -> None:
         folder = tmp_path / "runs" / f"{method},{rate},{holdout},{stop_after}"

@@ -22,7 +22,7 @@ export OMP_NUM_THREADS=2 PYTHONUNBUFFERED=1
 pack() {
   cd "$(dirname "$0")/../.."
   (cd "${FCIL_DATA:?}" && ls -d "$@")
-  mkdir -p carry/kept/results && rm -f carry/part.*
+  rm -rf carry/kept/results carry/part.* && mkdir -p carry/kept/results
   for name in "$@"; do
     "${PYTHON:-python3}" benchmarks/h200/dense.py pack "$FCIL_DATA/$name" "carry/dense/$name"
   done
@@ -41,7 +41,7 @@ aside() {
 
 back() {
   cd "$(dirname "$0")/../.."
-  sed -i '/^\/results\/$/d' .git/info/exclude
+  touch .git/info/exclude && sed -i '/^\/results\/$/d' .git/info/exclude
   git reset --quiet -- results
 }
 
@@ -65,7 +65,7 @@ take() {
 }
 
 unpack() {
-  mkdir -p "$HOME/packed"
+  rm -rf "$HOME/packed" && mkdir -p "$HOME/packed"
   cat "$HOME"/parts/part.* | tar --extract --directory "$HOME/packed"
   cp -r "$HOME/packed/kept/." "$home"
   cd "$home"

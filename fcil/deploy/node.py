@@ -116,7 +116,7 @@ class Made:
     """What a plan makes of a method, for a number of classes."""
 
     def __init__(self, text: str, capacity: int, device: str):
-        wanted = Plan.parse(text, Path("the server's config.toml"))
+        wanted = Plan.parse(text, Path("the server's config.toml"), "install the server's version here")
         if wanted.method.endswith(".py"):
             raise UserError(f"{wanted.name} is a file of the server's; nodes answer for methods that fcil has")
         self.method: Method = method(wanted.method)

@@ -1,8 +1,8 @@
 """Residual networks with a 3x3 stem, for small images.
 
 He et al., "Deep Residual Learning for Image Recognition", CVPR 2016. ResNet-18 is in the form that MFCL, GLFC and
-TARGET use: stride 1 and no pooling in the stem, 11,168,832 parameters without a head. ResNet-8 is the
-paper's network for CIFAR-10 with n = 1, and projections as shortcuts: 77,392 parameters, for natural images on a CPU.
+TARGET use: stride 1 and no pooling in the stem, 11,168,832 parameters without a head. ResNet-8 is what He et al. have
+for CIFAR-10, with n = 1 and projections as shortcuts: 77,392 parameters, for natural images on a CPU.
 """
 
 from torch import Tensor, nn
@@ -35,9 +35,12 @@ class ResNet(nn.Module):
     """The body: a stem and stages of blocks, each stage but the first halving the side."""
 
     widths: tuple[int, ...]  # channels of each stage
-    begins: int  # and of the first and the last
-    width: int
-    blocks: int  # of a stage
+    begins: int  # channels of the first
+    width: int  # channels of the last
+    blocks: int  # in a stage
+
+    def __init_subclass__(cls) -> None:
+        cls.begins, cls.width = cls.widths[0], cls.widths[-1]
 
     def __init__(self, channels: int = 3, norm: str = "batch"):
         super().__init__()
@@ -64,10 +67,10 @@ class ResNet(nn.Module):
 class ResNet18(ResNet):
     """Four stages of two blocks."""
 
-    widths, begins, width, blocks = (64, 128, 256, 512), 64, 512, 2
+    widths, blocks = (64, 128, 256, 512), 2
 
 
 class ResNet8(ResNet):
     """Three stages of one block."""
 
-    widths, begins, width, blocks = (16, 32, 64), 16, 64, 1
+    widths, blocks = (16, 32, 64), 1
