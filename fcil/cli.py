@@ -84,6 +84,7 @@ def run(
 ) -> None:
     """Run METHOD, a name from `fcil methods` or your own .py file; the same command again goes on where it stopped."""
     from fcil.plan import Plan, own_data, plan
+    from fcil.report.paper_runs import advice
 
     typed, settings = _typed(ctx), settings_of(set_)
     if twice := [name for name in ("tasks", "clients", "active") if name in typed and name in settings]:
@@ -111,6 +112,8 @@ def run(
         chosen = own_data(data, **given) if data else known.benchmark(benchmark)
         wanted = plan(method, chosen, protocol or None, seed, {**given, **settings}, _command())
         folder = out or wanted.folder()
+        if "lr" not in settings and (hint := advice(chosen.name, wanted.method, getattr(wanted.config, "lr", 0.0))):
+            complain(hint)
     if nodes:
         cli_deploy.simulate(wanted, folder, nodes, capacity, device)
     else:

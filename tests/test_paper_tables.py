@@ -17,7 +17,7 @@ from fcil.plan import plan
 from fcil.report.comparison import compare
 from fcil.report.paper import PAPER_FINAL, PAPER_TABLE_3, claim, kept_in_table_3
 from fcil.report.paper_curves import MEMORIES
-from fcil.report.paper_runs import RATES, TABLES, runs_of
+from fcil.report.paper_runs import RATES, TABLES, advice, runs_of
 from fcil.report.paper_tables import as_csv, as_latex, as_markdown, paper_tables
 from fcil.results.runs import find
 from tests.test_datasets import write_parquet
@@ -42,6 +42,18 @@ def test_table_2_has_every_method_of_the_paper_on_each_of_its_benchmarks() -> No
     wanted = {(run.benchmark, run.method) for run in runs_of("table2")}
     assert {(b, m) for b, cells in PAPER_FINAL.items() for m in cells} < wanted and len(wanted) == 5 * 24
     assert {run.benchmark for run in runs_of("table2", ["cifar100-20x5"])} == {"cifar100-20x5"}
+
+
+def test_who_starts_a_run_with_another_rate_than_did_best_is_told() -> None:
+    assert advice("cifar100-10x10", "dde", 0.1) == (
+        "dde runs with lr=0.1; on held-out images of cifar100-10x10 lr=0.01 did best: --set lr=0.01"
+    )
+    assert (
+        advice("cifar100-10x10", "dde", 0.01)
+        == advice("cifar100-10x10", "hr", 0.1)
+        == advice("digits", "dde", 0.1)
+        == ""
+    )
 
 
 def test_the_memory_sweep_has_every_memory_but_for_what_keeps_nothing() -> None:

@@ -46,6 +46,14 @@ def tuned(benchmark: str, method: str) -> dict[str, str]:
     return {"lr": RATES[method]} if benchmark in PAPER_FINAL and method in RATES else {}
 
 
+def advice(benchmark: str, method: str, rate: float) -> str:
+    """Return what to say to whoever starts a run with another learning rate than did best; nothing if it did."""
+    best = tuned(benchmark, method).get("lr", "")
+    if not best or float(best) == rate:
+        return ""
+    return f"{method} runs with lr={rate:g}; on held-out images of cifar100-10x10 lr={best} did best: --set lr={best}"
+
+
 def row_of(rows: Iterable[Row], benchmark: str, method: str, settings: Mapping[str, str] | None = None) -> Row | None:
     """Return the row of a method with the settings that a table takes: with its own learning rate, or without one."""
     found = [({name: str(value) for name, value in row.settings.items()}, row) for row in rows if row.method == method]
