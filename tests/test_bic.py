@@ -44,10 +44,14 @@ def setting() -> Any:
     return assemble(tiny_plan("bic"), "cpu").setting
 
 
-def loss_of(given: Given, teacher: Tensor | None = TEACHER, logits: Tensor = LOGITS, **knobs: float) -> float:
+def loss(given: Given, teacher: Tensor | None = TEACHER, logits: Tensor = LOGITS, **knobs: float) -> Tensor:
     nets = {"net": Says(logits)} | ({} if teacher is None else {"old": Says(teacher)})
     batch = Batch(torch.zeros(2, 1), LABELS, torch.Generator())
-    return Client(Config(**knobs), setting()).loss(nets, batch, given).item()
+    return Client(Config(**knobs), setting()).loss(nets, batch, given)
+
+
+def loss_of(*how: Any, **more: Any) -> float:
+    return loss(*how, **more).item()
 
 
 # -- stage 1 ----------------------------------------------------------------------------------------------------------
@@ -56,6 +60,16 @@ def loss_of(given: Given, teacher: Tensor | None = TEACHER, logits: Tensor = LOG
 def test_stage_one_is_the_known_answer() -> None:
     assert loss_of(GIVEN) == pytest.approx(1.033905, abs=1e-6)
     assert loss_of(GIVEN, teacher=None) == pytest.approx(1.897826, abs=1e-6), "the first task is cross-entropy alone"
+
+
+def test_with_the_teachers_entropy_stage_one_is_the_papers_soft_cross_entropy() -> None:
+    said, taught = LOGITS.clone().requires_grad_(), (TEACHER[:, :2] / 2).softmax(1)
+    entropy = -(taught * taught.log()).sum(1).mean()
+    soft = -(taught * (said[:, :2] / 2).log_softmax(1)).sum(1).mean()
+    paper, ours = (soft + F.cross_entropy(said, LABELS)) / 2, loss(GIVEN, logits=said)
+    assert [paper.item(), (ours + entropy / 2).item()] == pytest.approx([1.356488] * 2, abs=1e-6)
+    one, other = (torch.autograd.grad(value, said)[0] for value in (paper, ours))
+    assert torch.allclose(one, other, atol=1e-6) and one.abs().min() > 1e-3
 
 
 def test_distillation_has_as_much_weight_as_there_are_old_classes() -> None:

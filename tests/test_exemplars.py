@@ -1,7 +1,9 @@
 """How a memory is shared: never too much, fairly, and all of it."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +12,15 @@ from hypothesis import strategies as st
 
 from fcil.blocks.codec import RawCodec
 from fcil.blocks.exemplars import holdings, new_images, pictured, shares
-from fcil.experiment import execute
+from fcil.experiment import assemble, execute
+from fcil.federation.loop import learn
 from fcil.methods import METHODS
 from fcil.results.gallery import Gallery
+from fcil.scenario.datasets import Dataset
+from fcil.scenario.scenario import Scenario
 from fcil.scenario.tasks import LocalData, Task
-from tests.conftest import tiny_plan
+from tests.conftest import TINY, tiny_plan
+from tests.test_codec import photos, psnr
 
 HELD = st.dictionaries(st.integers(0, 99), st.integers(0, 12), max_size=8)
 ROOM, UNIT, EACH = st.integers(0, 400), st.integers(1, 20), st.integers(0, 30)
@@ -147,6 +153,27 @@ def test_a_run_shows_what_exemplars_look_like_through_a_codec(method: str, tmp_p
     assert any(
         not torch.equal(pictures[name], pictures.get(name.replace("kept", "real"), pictures[name])) for name in kept
     )
+
+
+def test_of_images_in_colour_webp_files_may_be_kept_and_new_images_pass_them_too() -> None:
+    images, tests = (own[-80:] for own in photos(32))  # below the sky
+    labels, wanted = torch.arange(80) % 4, replace(TINY, tasks=2, alpha=0.0)
+    photographs = Dataset("photographs", images, labels, tests, labels, ("a", "b", "c", "d"), "their own", 0)
+    plan = tiny_plan("icarl", wanted, exemplar_codec="webp:300")
+    parts = assemble(plan, "cpu", Scenario(wanted, 0, photographs), workers=1)
+    lines = list(learn(parts.scenario, parts.server, parts.door, parts.engine))
+    client: Any = parts.engine.client
+    data = parts.scenario.local(0, parts.scenario.tasks[1])
+    memory = parts.transport.memories[0]  # type: ignore[attr-defined]
+    kept = torch.cat(list(memory.exemplars.values()))
+    assert memory.exemplars.keys() == {0, 1, 2, 3} and kept.shape[1:] == (300,)
+    assert all(bytes(file[:4].tolist()) == b"RIFF" for file in kept)
+    pool = next(client.train(memory, data, parts.server.state)).pool
+    shown, codec = pool.images[: len(data.labels)], client.codec
+    assert torch.equal(shown, codec.decode({}, codec.encode({}, data.images))) and 20 < psnr(data.images, shown) < 40
+    for j in (0, 1):
+        assert torch.equal(pool.images[pool.labels == j], codec.decode({}, memory.exemplars[j]))
+    assert 300 < lines[-1]["kept_max"] <= parts.scenario.budget.per_client
 
 
 def test_what_could_be_kept_are_the_images_at_hand_and_exemplars_of_all_other_classes() -> None:

@@ -284,8 +284,8 @@ def last_map(w: dict[str, Tensor], images: Tensor, training: bool) -> tuple[Tens
 @pytest.mark.usefixtures("in_double")
 @pytest.mark.parametrize("form", ["cosine", "distance"])
 def test_one_client_is_the_centralised_algorithm(form: str) -> None:
-    """Weights, exemplars and class means of a plain reference in float64, eight steps in two tasks."""
-    alone = replace(TINY, tasks=2, clients=1, active=1, train_limit=30, test_limit=5)
+    """Weights, exemplars and class means of a plain reference in float64, twelve steps in three tasks."""
+    alone = replace(TINY, clients=1, active=1, train_limit=30, test_limit=5)
     parts = assemble(plan("geodl", alone, settings={**reference.PROTOCOL, "form": form, "distill": 3.0}), "cpu")
     w, tasks = {n: t.clone() for n, t in parts.server.state.weights.items()}, []
     for task in parts.scenario.tasks:
@@ -318,7 +318,7 @@ def test_one_client_is_the_centralised_algorithm(form: str) -> None:
             step += 1
             w = reference.sgd(w, objective, pool, names, round, step)
         step += 1
-        each = 10 * 4 // seen  # forty images' bytes, shared by the classes seen
+        each = 10 * 6 // seen  # sixty images' bytes, shared by the classes seen
         kept = {j: x[:each] for j, x in kept.items()}
         for j in range(old, seen):
             own = images[labels == j]
@@ -326,7 +326,7 @@ def test_one_client_is_the_centralised_algorithm(form: str) -> None:
     memory = parts.transport.memories[0].exemplars  # type: ignore[attr-defined]
     assert memory.keys() == kept.keys() and all(torch.equal(memory[j], kept[j]) for j in kept)
     ours = parts.server.state
-    assert len(terms) == 4 and min(terms) > 1e-3
+    assert len(terms) == 8 and min(terms) > 1e-3
     assert max((ours.weights[n] - w[n]).abs().max().item() for n in w) < 1e-9
     for j, own in kept.items():
         unit = means_of(w, own)

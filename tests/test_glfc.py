@@ -410,6 +410,17 @@ def test_a_client_that_noticed_is_taught_by_the_newest_best_model_and_others_by_
         assert set(next(client.train(asked.memory, asked.data, none)).load) == {"net"}
 
 
+def test_with_a_codec_new_images_pass_it_too() -> None:
+    of = watched(exemplar_codec="klt:12", task_detect="oracle", rounds=1, tasks=2)
+    client: Any = of.parts.engine.client
+    for asked in (a for a in every(of, "train") if a.task == 1):
+        data, fitted = asked.data, asked.message.codec
+        pool = next(client.train(asked.before, replace(data, cache={}), asked.message)).pool
+        decoded, own = client.codec.decode(fitted, client.codec.encode(fitted, data.images)), len(data.labels)
+        assert torch.equal(pool.images[:own], decoded) and not torch.equal(decoded, data.images)
+        assert own < len(pool) and torch.equal(pool.labels[:own], data.labels)
+
+
 # -- what a person sees -----------------------------------------------------------------------------------------------
 
 

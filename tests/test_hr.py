@@ -771,33 +771,39 @@ def loss(nets: dict[str, nn.Module], batch: Batch, **settings: Any) -> Tensor:
 
 
 def drawn_to_centroids(
-    z: Tensor, batch: Batch, pull: float, contrast: float, temperature: float, calibrate: float = 0.0
+    z: Tensor, batch: Batch, pull: float, contrast: float, temperature: float, prior: Tensor
 ) -> Tensor:
     p, held = mixed().message.centroids, sorted(set(mixed().pool.labels.tolist()))
     pulled = torch.stack([((code - p[j]) ** 2).sum() for code, j in zip(z, batch.labels, strict=True)])
-    often = torch.bincount(mixed().pool.labels)[held] / len(mixed().pool.labels)
-    scores = calibrate * often.log() - (distances(z, p[held]) ** 2) / temperature
+    scores = prior[held] - (distances(z, p[held]) ** 2) / temperature
     own = torch.tensor([held.index(j) for j in batch.labels.tolist()])
     return pull * pulled - contrast * scores.log_softmax(1)[torch.arange(len(own)), own]
 
 
 @pytest.mark.parametrize("balance", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize(("contrast", "calibrate"), [(0.0, 0.0), (0.7, 0.0), (0.7, 0.6)])
-def test_the_loss_by_hand(contrast: float, calibrate: float, balance: float) -> None:
+@pytest.mark.parametrize(
+    ("contrast", "calibrate", "new_share"), [(0.0, 0.0, 0.0), (0.7, 0.0, 0.0), (0.7, 0.6, 0.0), (0.7, 0.6, 0.8)]
+)
+def test_the_loss_by_hand(contrast: float, calibrate: float, new_share: float, balance: float) -> None:
     batch, nets = mixed_batch(made_weight=0.25), apart()
     knobs = {"pull": 0.3, "temperature": 1.7, "distill": 0.6, "contrast": contrast, "balance": balance}
-    knobs |= {"calibrate": calibrate, "new_share": 0.0}
+    knobs |= {"calibrate": calibrate, "new_share": new_share}
     counts = torch.bincount(mixed().pool.labels, minlength=6).double()
     raw = torch.where(counts > 0, counts**-balance, 0.0)
     weight = raw * counts.sum() / (raw * counts).sum()
+    new = torch.tensor([j in mixed().data.task.new for j in range(6)])
+    own = counts[new].sum() / counts.sum()
+    share = new_share or own
+    often = counts * torch.where(new, share / counts[new].sum(), (1 - share) / counts[~new].sum())
     with torch.no_grad():
         z, taught = (nets[name](batch.images)[0].double() for name in ("net", "old"))
-        each = drawn_to_centroids(z, batch, 0.3, contrast, 1.7, calibrate)
+        each = drawn_to_centroids(z, batch, 0.3, contrast, 1.7, calibrate * (often * weight).log())
         old = torch.tensor([j in mixed().data.task.old for j in batch.labels.tolist()])
         each = each + torch.where(old, 0.6 * 0.3 * ((z - taught) ** 2).sum(1), 0.0)
         each = each * weight[batch.labels] * torch.where(batch.extra["made"], 0.25, 1.0)
     assert loss(nets, batch, **knobs).item() == pytest.approx(each.mean().item(), rel=1e-5)
     assert old.any() and not old.all() and batch.extra["made"].any()
+    assert own < new_share or not new_share, "drawn more often than they come"
 
 
 def test_distillation_is_nothing_at_the_first_step_and_something_after() -> None:

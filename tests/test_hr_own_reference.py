@@ -268,7 +268,8 @@ def objective(
     z = encode(w, x, True)
     seen = sorted(set(pool.labels.tolist()))
     often = torch.stack([(pool.labels == j).sum() for j in seen]) / len(pool.labels)
-    scores = terms["calibrate"] * often.log() - torch.stack([length(z - p[j]) for j in seen], 1) / terms["temperature"]
+    prior = terms["calibrate"] * (often * often ** -terms["balance"]).log()  # what comes often weighs less
+    scores = prior - torch.stack([length(z - p[j]) for j in seen], 1) / terms["temperature"]
     unlike = scores.exp().sum(1).log() - scores[torch.arange(len(labels)), [seen.index(int(j)) for j in labels]]
     each = terms["pull"] * length(z - p[labels]) + terms["contrast"] * unlike
     if w_old is not None:

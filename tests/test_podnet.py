@@ -384,6 +384,17 @@ def test_exemplars_are_kept_raw_or_by_a_codec_within_the_benchmarks_bytes(codec:
         assert line.reply.count == sum(len(codes) for codes in line.memory.exemplars.values())
 
 
+def test_with_a_codec_new_images_pass_it_too() -> None:
+    parts, _ = run(exemplar_codec="klt:12", rounds=1)
+    client: Any = parts.engine.client
+    for one in seen(parts, "train", 2):
+        data, fitted = parts.scenario.local(one.client, parts.scenario.tasks[2]), one.message.codec
+        pool = next(client.train(one.memory, data, one.message)).pool
+        decoded, own = client.codec.decode(fitted, client.codec.encode(fitted, data.images)), len(data.labels)
+        assert torch.equal(pool.images[:own], decoded) and not torch.equal(decoded, data.images)
+        assert own < len(pool) and torch.equal(pool.labels[:own], data.labels)
+
+
 def test_a_new_class_with_one_image_at_each_client_does_no_harm() -> None:
     few = replace(TINY, clients=4, active=4, train_limit=3, tasks=2)
     parts = parts_of(tiny_plan("podnet", benchmark=few), Watching)

@@ -38,6 +38,7 @@ _hr = partial(
     Entry, "fcil.methods.hr", paper="Khademi Nori et al. 2025, ours",
     keeps="codes", sends="weights, class means, moments of images",
 )  # fmt: skip
+_FITTED = "moments of images if exemplar_codec is klt or dct"
 _fedftg = partial(Entry, "fcil.methods.fedftg", paper="Zhang et al. 2022", sends="weights, counts of images by class")
 _literal = partial(
     Entry, "fcil.methods.hr_literal", paper="Khademi Nori et al. 2025", keeps="codes", sends="weights, class means"
@@ -61,31 +62,34 @@ METHODS = {
     ),
     "icarl": Entry(
         "fcil.methods.icarl", "exemplars", "herded exemplars, old outputs as targets, nearest mean",
-        paper="Rebuffi et al. 2017", keeps="exemplars", sends="weights, means of exemplars' features",
+        paper="Rebuffi et al. 2017", keeps="exemplars",
+        sends=f"weights, sums of exemplars' features and counts, {_FITTED}",
     ),
     "bic": Entry(
         "fcil.methods.bic", "exemplars", "learns to correct the bias towards new classes on images held out",
-        paper="Wu et al. 2019", keeps="exemplars", sends="weights, slopes of the correction",
+        paper="Wu et al. 2019", keeps="exemplars", sends=f"weights, slopes of the correction, {_FITTED}",
     ),
     "podnet": Entry(
         "fcil.methods.podnet", "exemplars", "keeps pooled maps where they were; ten proxies a class",
-        paper="Douillard et al. 2020", keeps="exemplars", sends="weights, proxies of new classes",
+        paper="Douillard et al. 2020", keeps="exemplars", sends=f"weights, proxies of new classes, {_FITTED}",
     ),
     "dde": Entry(
         "fcil.methods.dde", "exemplars", "learns an image with its neighbours in old features, unbiased by momentum",
-        paper="Hu et al. 2021", keeps="exemplars", sends="weights, mean feature",
+        paper="Hu et al. 2021", keeps="exemplars", sends=f"weights, mean feature, {_FITTED}",
     ),
     "geodl": Entry(
         "fcil.methods.geodl", "exemplars", "iCaRL with features held along geodesics, not outputs", captured=False,
-        paper="Simon et al. 2021", keeps="exemplars", sends="weights, means of exemplars' features",
+        paper="Simon et al. 2021", keeps="exemplars",
+        sends=f"weights, sums of exemplars' features and counts, {_FITTED}",
     ),
     "ssil": Entry(
         "fcil.methods.ssil", "exemplars", "old and new classes never compete in one softmax",
-        paper="Ahn et al. 2021", keeps="exemplars",
+        paper="Ahn et al. 2021", keeps="exemplars", sends=f"weights, {_FITTED}",
     ),
     "glfc": Entry(
         "fcil.methods.glfc", "exemplars", "even pace of old and new classes; a proxy server picks teachers",
-        paper="Dong et al. 2022", keeps="exemplars, an entropy", sends="weights, gradients of prototypes",
+        paper="Dong et al. 2022", keeps="exemplars, an entropy",
+        sends=f"weights, gradients of prototypes, {_FITTED}",
     ),
     "fedftg": _fedftg("data-free", "tunes each average on images made up to be hard; an old model teaches, too"),
     "fedftg-plain": _fedftg(

@@ -8,8 +8,9 @@ send sums of slopes and curvatures over theirs, so that the server descends on t
 pairs of earlier tasks stay with their classes, in training and at test.
 
 Where this differs from the paper: exemplars are drawn at random, since of a herded list the best would be held out. The
-server takes a few of Newton's steps in place of hundreds of plain ones. And alpha is held near 1 as beta is near 0 in
-the released code, or a few easy images would drive it to infinity.
+server takes a few of Newton's steps in place of hundreds of plain ones. Distillation is a KL divergence in place of a
+soft cross-entropy, which is more by the teacher's entropy and has the same gradient. And alpha is held near 1 as beta
+is near 0 in the released code, or a few easy images would drive it to infinity.
 """
 
 import math

@@ -8,8 +8,9 @@ these images and keeps the model that classifies them best. Whoever has such gra
 
 Where this differs from the released code: exemplars are chosen when a task ends, not when the next one is noticed, for
 the model is the same, but by then the images are gone; none is chosen twice. The rise of the entropy that tells of a
-task is the paper's where it brings ten classes, and is scaled for other numbers. At most `prototypes` are rebuilt at a
-time. The learning rate follows the protocol; there it falls in some rounds and is back in the next.
+task is the paper's where it brings ten classes, and is scaled for other numbers; it is that of images as they are, also
+where exemplars have a codec. At most `prototypes` are rebuilt at a time. The learning rate follows the protocol; there
+it falls in some rounds and is back in the next.
 """
 
 import math

@@ -7,8 +7,8 @@ three things matter most:
 - Codes come from a codec that is fitted once, in the first task, and never changes, so that nothing drifts and nothing
   is encoded twice. The encoder is free to classify.
 - New images pass the codec, too. Else the network learns that what was decoded is old and what is sharp is new.
-- Beside the pull to an image's own centroid stands a softmax over the distances to all at hand: it tells apart classes
-  that are alike.
+- Beside the pull to an image's own centroid stands a softmax over the distances to those of all classes that the
+  client has or replays: it tells apart what is alike.
 """
 
 import math
@@ -45,7 +45,7 @@ class Config:
     spacing: float = knob(5.0, "sigma of Eq. 8: centroids rest 2^(1/6) sigma apart", above=0)
     pull: float = knob(1 / 30, "lambda of Eq. 7 over an image's numbers; also scales distillation", above=0)
     contrast: float = knob(
-        0.1, "weight of the cross-entropy beside the pull, of a softmax over distances to the classes at hand", least=0
+        0.1, "weight of cross-entropy beside the pull: a softmax over distances to classes it has or replays", least=0
     )
     temperature: float = knob(2.5, "of that softmax over negative squared distances", above=0)
     calibrate: float = knob(
@@ -294,10 +294,9 @@ class Client:  # Algorithm 2
     def given(self, pool: Pool, task: Task, message: Model) -> Given:
         """Say what the loss has to know of the classes."""
         counts = torch.bincount(pool.labels, minlength=len(message.seen)).to(message.centroids)
-        weight = counts.clamp_min(1) ** -self.config.balance
+        weight, new = counts.clamp_min(1) ** -self.config.balance, mask(task.new, len(counts)).to(counts.device)
+        prior = self.config.calibrate * (log_shares(counts, new, self.config.new_share) + weight.log())
         weight = weight * counts.sum() / (weight * counts).sum().clamp_min(1)  # 1 on average
-        new = mask(task.new, len(counts)).to(counts.device)
-        prior = self.config.calibrate * log_shares(counts, new, self.config.new_share)
         return Given(message.centroids, mask(task.old, len(counts)), counts > 0, weight, prior)
 
     def loss(self, nets: Nets, batch: Batch, given: Given) -> Tensor:  # 18

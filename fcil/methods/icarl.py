@@ -8,7 +8,8 @@ clients.
 
 Where this differs from the paper: memory is shared out among the classes that a client itself has had, and what small
 ones leave over goes to the others; mirror images count in the means only where training mirrors; and inside a task,
-before its classes have exemplars, the head classifies.
+before its classes have exemplars, the head classifies. And from the released code: unless `over=all` is set, which is
+its own, the loss is a mean over the classes seen so far.
 """
 
 from collections.abc import Iterator
