@@ -31,7 +31,7 @@ def compare(dataset: str, first: int) -> None:
     shape = tuple(test.shape[1:])
     print(f"\n{dataset}, fitted on {len(fit):,} images of {first} classes, {len(test):,} test images of others\n")
     print("| codec | bytes | PSNR, dB | ms to encode | ms to decode |\n| --- | ---: | ---: | ---: | ---: |")
-    for kind in ("klt", "dct", "webp"):
+    for kind in ("klt", "trellis", "dct", "webp"):
         sums = None if kind == "webp" else build(kind, shape).statistics(fit)
         for size in SIZES:
             size = round(size * test[0].numel() / 3072)

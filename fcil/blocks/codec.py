@@ -21,7 +21,7 @@ __all__ = [
     "named", "tenth",
 ]  # fmt: skip
 
-KINDS = ("klt", "dct", "autoencoder", "webp")
+KINDS = ("klt", "trellis", "dct", "autoencoder", "webp")
 
 
 class Codec(Protocol):
@@ -86,7 +86,7 @@ def build(kind: str, shape: Shape, size: int = 0, width: int = WIDTH) -> Transfo
         return WebpCodec(shape, size)
     if kind == "autoencoder":
         return LearnedCodec(shape, size, width)
-    return TransformCodec(shape, size, rotates=kind == "klt")
+    return TransformCodec(shape, size, rotates=kind != "dct", together=kind == "trellis")
 
 
 def named(spec: str, shape: Shape) -> TransformCodec | LearnedCodec | WebpCodec | RawCodec:
@@ -94,10 +94,10 @@ def named(spec: str, shape: Shape) -> TransformCodec | LearnedCodec | WebpCodec 
     kind, _, size = spec.partition(":")
     if spec == "raw":
         return RawCodec(shape)
-    if kind not in ("klt", "dct", "webp") or not size.isdecimal() or int(size) == 0:
+    if kind not in ("klt", "trellis", "dct", "webp") or not size.isdecimal() or int(size) == 0:
         raise UserError(
             f"exemplar_codec={spec} is not allowed; "
-            "write raw, or klt, dct or webp with the bytes of a code, such as webp:300"
+            "write raw, or klt, trellis, dct or webp with the bytes of a code, such as webp:300"
         )
     try:
         return build(kind, shape, int(size))

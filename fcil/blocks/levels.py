@@ -1,6 +1,7 @@
 """Numbers in few bits each: how many a number deserves, the levels that stand for it, and bits laid side by side."""
 
 import math
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -9,10 +10,13 @@ from torch import Tensor
 MOST_BITS = 8
 
 
-def allotted(variances: Tensor, bits: int) -> Tensor:
-    """Share bits among numbers of these variances, one after the other where it removes most error; at most 8 each."""
-    errors = torch.tensor([1.0, *(book(count)[1] for count in range(1, MOST_BITS + 1))], dtype=torch.float64)
-    gains = variances.double()[:, None] * (errors[:-1] - errors[1:])  # each falls from bit to bit
+def allotted(variances: Tensor, bits: int, errors: Sequence[float] = ()) -> Tensor:
+    """Share bits among numbers of these variances, one after the other where it removes most error; at most 8 each.
+
+    `errors` are what 0, 1, ... bits leave of a variance of 1: those of `levels` if not said.
+    """
+    left = torch.tensor(errors or [1.0, *(book(count)[1] for count in range(1, MOST_BITS + 1))], dtype=torch.float64)
+    gains = variances.double()[:, None] * (left[:-1] - left[1:])  # each falls from bit to bit
     best = gains.flatten().argsort(descending=True, stable=True)[:bits]
     return torch.bincount(best // MOST_BITS, minlength=len(variances))
 
@@ -43,6 +47,21 @@ def book(bits: int) -> tuple[Tensor, float]:
 def by_bits(bits: Tensor) -> list[tuple[int, Tensor]]:
     """Return the places of the numbers that have so many bits, the most first."""
     return [(count, (bits == count).nonzero()[:, 0]) for count in range(MOST_BITS, 0, -1)]
+
+
+def written(numbers: Tensor, bits: Tensor) -> Tensor:
+    """Return rows of numbers as bits, each number rounded by itself."""
+    return torch.cat([bits_of(level(numbers[:, own], count), count) for count, own in by_bits(bits)], 1)
+
+
+def read(row: Tensor, bits: Tensor) -> Tensor:
+    """Invert `written`: return the numbers that rows of bits stand for."""
+    numbers, start = torch.zeros(len(row), len(bits), dtype=torch.float32, device=row.device), 0
+    for count, own in by_bits(bits):
+        end = start + count * len(own)
+        numbers[:, own] = levels(count).to(numbers)[number_of(row[:, start:end], count)]
+        start = end
+    return numbers
 
 
 def rounded(numbers: Tensor, groups: list[tuple[int, Tensor]]) -> Tensor:

@@ -1,16 +1,17 @@
 """The codecs that are fitted by sums: cosines, a rotation, and bits where they remove most error.
 
-`klt` and `dct`: images become cosine coefficients, a rotation gathers their spread into few numbers (the
+`klt`, `trellis` and `dct`: images become cosine coefficients, a rotation gathers their spread into few numbers (the
 Karhunen-Loeve transform; `dct` does without), and each number gets the bits it deserves, with the levels that are best
-for a Laplace density. What has to be known are the mean and the covariance of the coefficients: count, sum, sum of
-products. They are sums of whole numbers, so adding them up over clients is exact: whoever holds the images, the same
-codec to the bit, with nothing to train, to tune or to drift.
+for a Laplace density; `trellis` rounds all numbers together (blocks/trellis.py). What has to be known are the mean and
+the covariance of the coefficients: count, sum, sum of products. They are sums of whole numbers, so adding them up over
+clients is exact: whoever holds the images, the same codec to the bit, with nothing to train, to tune or to drift.
 
 Mirror images count, too: mirroring turns the sign of all coefficients of odd horizontal frequency, so their products
 with even ones cancel and the covariance falls into two halves. Only the lowest 32 by 32 frequencies are rotated; of
 those beyond, which larger images have, each stands for itself.
 
-Images differ in contrast, so each chooses the gain, of eight, with which it loses least.
+Images differ in contrast, so each chooses the gain, of eight, with which it loses least if each number is rounded by
+itself.
 """
 
 import math
@@ -19,8 +20,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from fcil.blocks import levels, trellis
 from fcil.blocks.image_shape import Shape, check_shape
-from fcil.blocks.levels import allotted, bits_of, by_bits, level, levels, number_of, rounded
+from fcil.blocks.levels import allotted, bits_of, by_bits, number_of, rounded
 from fcil.blocks.training import as_bytes, in_parts
 from fcil.records import Weights
 
@@ -33,10 +35,11 @@ AT_ONCE = 2**19  # pixel values that are coded at a time
 
 
 class TransformCodec:
-    """The codecs `klt`, which rotates the coefficients, and `dct`, which does not."""
+    """The codecs `klt` and `trellis`, which rotate the coefficients, and `dct`, which does not."""
 
-    def __init__(self, shape: Shape, size: int, rotates: bool = True):
+    def __init__(self, shape: Shape, size: int, rotates: bool = True, together: bool = False):
         self.shape, self.size, self.at_once = shape, size, max(1, AT_ONCE // math.prod(shape))
+        self.together = together
         self.order, self.halves = _order(shape, LOW if rotates else 0)
 
     def statistics(self, images: Tensor) -> Weights:
@@ -63,7 +66,7 @@ class TransformCodec:
             bases[name] = vectors.T
         alone = slice(sum(map(len, variances)), None)
         variance = torch.cat([*variances, (squares - mean.square())[alone]]).clamp_min(0)
-        bits = allotted(variance, 8 * self.size - GAIN_BITS)
+        bits = allotted(variance, 8 * self.size - GAIN_BITS, trellis.ERRORS if self.together else ())
         kept = torch.split(bits > 0, [*map(len, variances), len(bits) - alone.start])
         return {
             "mean": mean.float(),
@@ -125,23 +128,23 @@ class TransformCodec:
         return as_bytes(self._inverse(x) / 255)
 
     def _packed(self, fitted: Weights, numbers: Tensor) -> Tensor:
-        groups, gains = by_bits(fitted["bits"]), numbers.new_tensor(GAINS)
-        lost = []
+        bits, gains = fitted["bits"], numbers.new_tensor(GAINS)
+        groups, lost = by_bits(bits), []
         for gain in gains:
             left = gain * rounded(numbers / gain, groups) - numbers
             lost.append((left * fitted["deviation"]).square().sum(1))
         chosen = torch.stack(lost).argmin(0)
         numbers = numbers / gains[chosen, None]
-        found = [bits_of(level(numbers[:, own], bits), bits) for bits, own in groups]
-        return number_of(torch.cat([bits_of(chosen[:, None], GAIN_BITS), *found], 1), 8).to(torch.uint8)
+        if self.together:
+            found = trellis.written(numbers, bits, fitted["deviation"].square())
+        else:
+            found = levels.written(numbers, bits)
+        return number_of(torch.cat([bits_of(chosen[:, None], GAIN_BITS), found], 1), 8).to(torch.uint8)
 
     def _unpacked(self, fitted: Weights, codes: Tensor) -> Tensor:
         row = ((codes[..., None] >> torch.arange(8, device=codes.device)) & 1).flatten(1)
-        numbers, start = fitted["deviation"].new_zeros(len(codes), len(fitted["bits"])), GAIN_BITS
-        for bits, own in by_bits(fitted["bits"]):
-            end = start + bits * len(own)
-            numbers[:, own] = levels(bits).to(numbers)[number_of(row[:, start:end], bits)]
-            start = end
+        read = trellis.read if self.together else levels.read
+        numbers = read(row[:, GAIN_BITS:], fitted["bits"])
         return numbers * numbers.new_tensor(GAINS)[number_of(row[:, :GAIN_BITS], GAIN_BITS)]
 
     def _coefficients(self, images: Tensor, precision: torch.dtype) -> Tensor:
