@@ -1,12 +1,13 @@
 """The commands about finished runs: `fcil table`, `report`, `figures`, `watch`, `predict`, `export` and `audit`."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fcil.errors import UserError, quoted
-from fcil.terminal import complain, console, count
+from fcil.terminal import complain, console, count, not_cut
 
 if TYPE_CHECKING:
     from fcil.results.runs import Run
@@ -82,7 +83,8 @@ def print_comparison(
     for asked, write in ((markdown, tables.as_markdown), (latex, tables.as_latex), (csv, tables.as_csv)):
         if asked:
             return print(write(compared), end="")
-    console.print(tables.as_rich(compared, console.width))
+    drawn_on = console if console.is_terminal or "COLUMNS" in os.environ else not_cut
+    drawn_on.print(tables.as_rich(compared, drawn_on.width))
 
 
 def _print_hybrids(markdown: bool, latex: bool, csv: bool) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 typer.core.HAS_RICH = False  # or else it escapes the brackets of its help for HTML, which shows as \[default: 3]
 MOST_SEEDS = 10_000
 console = Console(highlight=False, markup=False, emoji=False)
+not_cut = Console(highlight=False, markup=False, emoji=False, width=400)  # what goes into a file or a pipe
 errors = Console(highlight=False, markup=False, emoji=False, stderr=True)
 
 
@@ -155,6 +156,7 @@ def print_knobs(title: str, found: dict[str, Knob], values: Any = None) -> None:
 def show_plan(wanted: "Plan") -> None:
     """Say what a run is going to do."""
     from fcil.plan import about
+    from fcil.report.shares import dealt
 
     b, p = wanted.benchmark, wanted.protocol
     length = count(p.steps, "step") if p.steps else count(p.epochs, "epoch")
@@ -163,7 +165,7 @@ def show_plan(wanted: "Plan") -> None:
         f"{wanted.name} on {b.name}: {about(wanted.method)}\n"
         f"{tasks} of {count(b.classes_per_task, 'class', 'es')}; {count(b.clients, 'client')}, "
         f"{b.active} of them in each round; {count(p.rounds, 'round')} a task, {length} of {p.batch_size} images; "
-        f"images dealt by {b.partition} (alpha {b.alpha:g}); seed {wanted.seed}",
+        f"images dealt by {dealt(b)}; seed {wanted.seed}",
         soft_wrap=True,
     )
 

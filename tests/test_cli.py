@@ -211,6 +211,17 @@ def test_the_hybrids_in_every_format() -> None:
     )
 
 
+def test_a_table_that_goes_into_a_file_is_not_cut(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    (runs.parent / "many").mkdir()
+    settings = "--set rounds=1 --set steps=1 --set stop_after=2 --set class_order=9,8,7,6,5,4,3,2,1,0 --set alpha=0.5"
+    done(f"run finetune {settings} --out {runs.parent}/many/finetune")
+    wide = done(f"table {runs.parent}/many").out
+    assert "BWT" in wide and "class_order=9,8,7,6,5,4,3,2,1,0" in wide
+    monkeypatch.setenv("COLUMNS", "60")
+    assert "narrow for: BWT" in done(f"table {runs.parent}/many").out
+
+
 def test_a_table_names_what_is_unfinished(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "begun" / "checkpoint").mkdir(parents=True)
     (tmp_path / "begun" / "config.toml").write_text("")

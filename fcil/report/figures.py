@@ -84,8 +84,8 @@ def _render(figures: Sequence[Any], files: Sequence[Path]) -> None:
             list(figures), list(files), scale=[SCALE if file.suffix == ".png" else 1 for file in files], width=widths,
             height=[figure.layout.height for figure in figures],
         )  # fmt: skip
-    except (RuntimeError, BrowserClosedError, BrowserDepsError, BrowserFailedError) as error:
+    except (RuntimeError, BrowserClosedError, BrowserDepsError, BrowserFailedError):
         raise UserError(
-            f"figures are drawn by a browser, and none could be started ({type(error).__name__}); "
-            "install one with: apt-get install chromium"
+            "figures are drawn by a browser, Chrome or Chromium, and none could be started; "
+            "install one, on Debian with: apt-get install chromium"
         ) from None

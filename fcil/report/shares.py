@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from fcil.errors import UserError, lacking
+from fcil.scenario.benchmarks import Benchmark
 from fcil.scenario.scenario import Scenario
 from fcil.scenario.tasks import Task
 
@@ -33,7 +34,12 @@ def shares_rows(scenario: Scenario) -> list[tuple[str, ...]]:
 
 def describe(scenario: Scenario) -> str:
     """Say in a line how a scenario's images are dealt."""
-    b = scenario.benchmark
+    return f"{scenario.benchmark.name}: {dealt(scenario.benchmark)}, seed {scenario.partition_seed}"
+
+
+def dealt(benchmark: Benchmark) -> str:
+    """Say by which partition images are dealt, with the numbers that it takes."""
+    b = benchmark
     options = {
         "lda_equal": f"alpha {b.alpha:g}",
         "dirichlet_class": f"alpha {b.alpha:g}",
@@ -41,7 +47,7 @@ def describe(scenario: Scenario) -> str:
         "powerlaw_dirichlet": f"alpha {b.alpha:g}, exponent {b.exponent:g}, {b.class_share:.0%} of the classes",
         "dirichlet_balanced": f"alpha {b.alpha:g}",
     }
-    return f"{b.name}: {b.partition} ({options[b.partition]}), seed {scenario.partition_seed}"
+    return f"{b.partition} ({options[b.partition]})"
 
 
 def draw_shares(scenario: Scenario, path: Path) -> None:

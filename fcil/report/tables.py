@@ -15,6 +15,8 @@ from rich.text import Text
 
 from fcil.report.comparison import BOUNDS, Comparison, Row, Section, number, settings_text
 
+WIDE = 160  # columns of a terminal that folds no label
+
 
 def as_rich(comparison: Comparison, width: int = 80) -> Group:
     """Draw a comparison for a terminal, leaving out the least telling columns where it is narrow."""
@@ -108,7 +110,7 @@ def _notes(section: Section, columns: Sequence[_Column]) -> str:
 
 def _rich_section(section: Section, width: int) -> Group:
     columns = [replace(c, cell=_claimed_final) if c.header == "paper" else c for c in _columns(section)]
-    label = 24  # longer labels are folded
+    label = 24 if width < WIDE else WIDE // 2  # longer labels are folded
     left_out = []
     for column in sorted((c for c in columns if c.dropped), key=lambda c: c.dropped):
         widths = [max(len(c.header), *(len(c.cell(row)) for row in section.rows)) for c in columns]
