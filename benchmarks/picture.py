@@ -17,7 +17,7 @@ LINES = {  # label, colour, dashes, points up for the last number; colours by Ok
     "hr": ("hr: codes of 307 bytes, 0.12 MB a client", "#0072B2", (), -3),
     "dde,lr=0.01": ("dde: raw images, same memory; best of seven", "#009E73", (), -3),
     "glfc,lr=0.6": ("glfc: raw images, same memory", "#CC79A7", (), -3),
-    "hr-literal": ("hr-literal: as printed, same memory", "#D55E00", (), -9),
+    "hr-literal": ("hr-literal: as printed, errors mended", "#D55E00", (), -9),
     "finetune": ("finetune: no memory (lower bound)", "#000000", (4, 2), 2),
 }
 
