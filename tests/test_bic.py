@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fcil.blocks.correction import corrected, newton_step, slopes
+from fcil.blocks.held_out import divided, rows_in_order, to_hold_out, whole
 from fcil.experiment import Parts, assemble
 from fcil.federation.loop import learn
 from fcil.method import Batch
 from fcil.methods.bic import Client, Config, Given, Memory
 from fcil.plan import plan
-from fcil.scenario.tasks import LocalData
-from fcil.seeds import seed_of
+from fcil.scenario.tasks import LocalData, Task
 from tests import test_reference as plain
 from tests.conftest import TINY, tiny_plan
 from tests.test_losses import LABELS, LOGITS, NEW, OLD, TEACHER
@@ -124,8 +124,8 @@ def test_slopes_are_the_derivatives_of_the_loss() -> None:
 
 def test_sums_over_clients_are_the_slopes_of_all_images_together() -> None:
     parts = [slopes_at(START, rows) for rows in (slice(7), slice(7, 8), slice(8, 8), slice(8, None))]
-    for one, whole in zip(zip(*parts, strict=True), slopes_at(START), strict=True):
-        assert torch.allclose(sum(one), whole)
+    for one, every in zip(zip(*parts, strict=True), slopes_at(START), strict=True):
+        assert torch.allclose(sum(one), every)
 
 
 @pytest.mark.parametrize("start", [[1.0, 0.0], [3.0, 4.0], [-2.0, -3.0]])
@@ -163,9 +163,12 @@ class Watched:
     pairs: list[tuple[float, float]] = field(default_factory=list)
 
 
+BENCHMARK = ("lost", "memory", "alpha", "tasks", "active", "clients", "staying")
+
+
 @cache
 def run(**settings: Any) -> Watched:
-    benchmark = replace(TINY, **{k: settings.pop(k) for k in ("lost", "memory", "alpha", "tasks") if k in settings})
+    benchmark = replace(TINY, **{k: settings.pop(k) for k in BENCHMARK if k in settings})
     how = {"rounds": 2, "steps": 2, "correction_rounds": 4, **settings}
     seen = Watched(assemble(tiny_plan("bic", benchmark, **how), "cpu", workers=1))
     engine = seen.parts.engine
@@ -242,7 +245,7 @@ def test_what_is_held_out_is_not_trained_on_and_is_of_old_and_new_classes(memory
             assert not rows(images) & rows(trained[task, who][0])
 
 
-@pytest.mark.parametrize(("memory", "old", "each"), [(80, 4, 2), (40, 2, 1), (4, 1, 1)])
+@pytest.mark.parametrize(("memory", "old", "each"), [(80, 8, 4), (40, 4, 2), (4, 1, 1)])
 def test_a_tenth_of_the_exemplars_is_held_out_and_as_many_of_each_new_class(memory: int, old: int, each: int) -> None:
     seen = run(memory=memory, tasks=2, alpha=0.0)  # images a client may keep, of 4 classes
     assert len(seen.held) == 4
@@ -254,17 +257,63 @@ def test_a_tenth_of_the_exemplars_is_held_out_and_as_many_of_each_new_class(memo
         assert reply.count == old + 2 * each and reply.weight.tolist() == [2 * old, old]
 
 
-def test_exemplars_held_out_once_stay_held_out() -> None:
-    seen = run(memory=40, validation=0.2)
-    trained = {(task, who): rows(images) for task, who, images, _ in seen.trained}
-    compared = 0
+def ever_both(seen: Watched) -> tuple[int, int]:
+    """Count images of a client that are held out in any task, and those that were trained on in any task before."""
+    held, both = 0, 0
     for task, who, images, labels in seen.held:
-        for earlier in range(task):
-            if (earlier, who) in trained:
-                own = rows(images[labels < 2 * task])
-                assert len(own) > 1 and not own & trained[earlier, who]
-                compared += 1
-    assert compared > 3
+        before = [own for t, w, own, _ in seen.trained if w == who and t <= task]
+        held += len(images)
+        both += len(rows(images) & set().union(*map(rows, before)))
+        assert len(rows(images)) == len(labels), "no two images are the same"
+    return held, both
+
+
+@pytest.mark.parametrize("memory", [4, 10, 40])
+@pytest.mark.parametrize("more", [{}, {"alpha": 0.3}, {"lost": 0.3}, {"clients": 8, "staying": 0.5}], ids=str)
+def test_what_was_trained_on_is_never_held_out_later(memory: int, more: dict[str, float]) -> None:
+    held, both = ever_both(run(memory=memory, tasks=5, active=4, **more))
+    assert held > 30 and both == 0
+
+
+def test_of_old_classes_those_are_held_out_that_were_held_out_before() -> None:
+    seen = run(memory=40, tasks=5, active=4)
+    for task, who, images, labels in seen.held:
+        if task > 1:
+            (before,) = (own for t, w, own, _ in seen.held if (t, w) == (task - 1, who))
+            assert rows(images[labels < 2 * task - 2]) < rows(before) and (labels < 2 * task).any()
+
+
+def test_a_memory_of_few_places_gives_them_to_all_old_classes_alike() -> None:
+    """A place for two to eight old classes: as tasks come, each has it as often, at one client or another."""
+    seen = run(memory=4, tasks=5, active=4, clients=20, alpha=0.0)
+    last = torch.cat([labels[labels < 8] for task, _, _, labels in seen.held if task == 4])
+    assert len(last) == 20 and len(set(last.tolist())) >= 6
+
+
+def test_an_image_may_pass_to_what_is_trained_on_and_classes_give_as_many_as_they_can() -> None:
+    lists = {j: torch.arange(6 * j, 6 * j + 6)[:, None] for j in range(4)}
+    held, kept = divided(lists, {0: 3, 1: 1, 2: 0, 3: 6}, 0.25)
+    assert {j: len(own) for j, own in held.items()} in ({0: 3, 1: 1, 3: 2}, {0: 2, 1: 1, 3: 3})
+    assert all(torch.equal(whole(held, kept)[j], own) for j, own in lists.items())
+    assert divided(lists, {0: 1, 1: 1, 2: 1, 3: 0}, 1 / 24)[0].keys() < {0, 1, 2}
+    every, none = divided(lists, dict.fromkeys(lists, 6), 1.0)
+    assert none == {} and every.keys() == lists.keys() and divided({}, {}, 0.5) == ({}, {})
+
+
+def test_images_at_hand_are_held_out_as_those_kept() -> None:
+    labels = torch.tensor([2] * 5 + [3] * 9 + [1] * 4 + [0])
+    data = LocalData(Task(1, ((0, 1), (2, 3))), torch.zeros(19, 1), labels)
+    assert to_hold_out({}, data, {2: 30, 3: 10}, 0.1) == {2: 2, 3: 2, 1: 1, 0: 0}, "a tenth, and one of older classes"
+    assert to_hold_out({0: 1, 1: 3, 7: 4}, data, {}, 0.1) == {2: 3, 3: 3, 1: 3, 0: 0}, "as many as of a kept one"
+    assert to_hold_out({1: 0, 7: 0}, data, {}, 0.1) == {2: 1, 3: 1, 1: 0, 0: 0}
+    assert to_hold_out({}, data, {}, 0.1) == {2: 1, 3: 1, 1: 1, 0: 0}
+
+
+def test_images_have_the_same_order_in_every_task() -> None:
+    images, labels = torch.arange(12)[:, None], torch.arange(12) % 2
+    one, other = (rows_in_order(LocalData(Task(t, ((0, 1),)), images, labels, cache_seed=t)) for t in (0, 1))
+    assert all(torch.equal(own, other[j]) and (labels[own] == j).all() for j, own in one.items())
+    assert one[0].sort().values.tolist() == [0, 2, 4, 6, 8, 10] != one[0].tolist()
 
 
 def test_a_client_whose_class_has_one_image_trains_on_it() -> None:
@@ -348,13 +397,12 @@ def stage_two(
 def reference(given: plain.Given, terms: dict[str, float]) -> tuple[Numbers, list[tuple[float, float]]]:
     w, step, kept, pairs = given.weights, 0, dict[int, Tensor](), list[tuple[float, float]]()
     for task, (images, labels) in enumerate(given.tasks):
-        draws = torch.Generator().manual_seed(seed_of(seed_of(0, 0, "cache", task), "shuffled"))
         new = {}
         for j in (2 * task, 2 * task + 1):
-            own = images[labels == j]
+            own, draws = images[labels == j], torch.Generator().manual_seed(plain.seed_of("held out", j))
             new[j] = own[torch.randperm(len(own), generator=draws)]
         quota = 60 // (2 * task + 2)
-        every, first = {**new, **kept}, round(terms["validation"] * quota)
+        every, first = {**new, **kept}, round(terms["validation"] * 60 / max(2, 2 * task))  # of an old class
         train = torch.cat([own[first:] for own in every.values()])
         their = torch.cat([torch.full((len(own) - first,), j) for j, own in every.items()])
         w_old = dict(w) if task else None

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fcil.blocks.causal_effects import joint_cross_entropy, nearest, total_direct_effect
 from fcil.experiment import Parts, assemble
 from fcil.federation.calls import Call
 from fcil.federation.loop import learn
 from fcil.method import Batch, Fit
-from fcil.methods.dde import Client, Given, Memory, Model, joint_cross_entropy, nearest, total_direct_effect
+from fcil.methods.dde import Client, Given, Memory, Model
 from fcil.plan import plan
 from fcil.scenario.tasks import LocalData, mask
 from tests import test_reference as reference
@@ -61,29 +62,25 @@ def test_without_two_new_images_there_are_no_neighbours() -> None:
 # -- the loss ---------------------------------------------------------------------------------------------------------
 
 
-def batch_of(real: Tensor) -> Batch:
-    return Batch(torch.zeros(2, 1, 8, 8), LABELS, torch.Generator(), {"real": real})
-
-
 def test_the_joint_probability_by_hand() -> None:
     near, real = normals(2, 3, 4).softmax(2).float(), torch.tensor([[True, True, False], [True, False, False]])
     own = LOGITS.softmax(1)
     joint = [(own[0, 2] + (near[0, 0, 2] + near[0, 1, 2]) / 2) / 2, (own[1, 1] + near[1, 0, 1]) / 2]
     expected = -sum(p.log() for p in joint) / 2
-    assert joint_cross_entropy(LOGITS, near, batch_of(real), ALL).item() == pytest.approx(float(expected), rel=1e-6)
+    assert joint_cross_entropy(LOGITS, LABELS, ALL, near, real).item() == pytest.approx(float(expected), rel=1e-6)
 
 
 def test_without_neighbours_it_is_cross_entropy() -> None:
     near, none = normals(2, 3, 4).softmax(2).float(), torch.zeros(2, 3, dtype=torch.bool)
-    for value in (joint_cross_entropy(LOGITS, None, batch_of(none), ALL),
-                  joint_cross_entropy(LOGITS, near, batch_of(none), ALL)):  # fmt: skip
+    for value in (joint_cross_entropy(LOGITS, LABELS, ALL),
+                  joint_cross_entropy(LOGITS, LABELS, ALL, near, none)):  # fmt: skip
         assert value.item() == pytest.approx(1.897826, abs=1e-6)
 
 
 def test_a_label_that_neither_believes_still_has_a_gradient() -> None:
     logits = torch.tensor([[0.0, 60.0], [0.0, 0.0]]).requires_grad_()
-    batch = Batch(torch.zeros(2), torch.tensor([0, 0]), torch.Generator(), {"real": torch.tensor([[True], [False]])})
-    joint_cross_entropy(logits, torch.tensor([[[0.0, 1.0]], [[0.0, 1.0]]]), batch, mask((0, 1), 2)).backward()
+    near, real = torch.tensor([[[0.0, 1.0]], [[0.0, 1.0]]]), torch.tensor([[True], [False]])
+    joint_cross_entropy(logits, torch.tensor([0, 0]), mask((0, 1), 2), near, real).backward()
     assert logits.grad is not None and logits.grad.isfinite().all() and logits.grad[0, 0] < -0.1
 
 

@@ -79,6 +79,7 @@ class Seen:
     kept: int
     memory: Any
     images: Tensor  # what the client holds of the task
+    labels: Tensor
 
 
 class Watching(InProcess):
@@ -90,11 +91,11 @@ class Watching(InProcess):
         sent = copied(flatten(message))
         for client, answered in super().deliver(who, handler, message, call):
             with handing_over():
-                images = self.scenario.local(client, self.task).images
+                data = self.scenario.local(client, self.task)
             self.seen.append(
                 Seen(
                     client, handler.__name__, call.task, message, sent, answered.reply, answered.kept,
-                    copy.deepcopy(self.memories.get(client)), images,
+                    copy.deepcopy(self.memories.get(client)), data.images, data.labels,
                 )
             )  # fmt: skip
             yield client, answered
@@ -247,6 +248,17 @@ def test_survives_clients_without_images(method: str, active: int, images: int) 
     assert len(empty) > 3 and len(accuracies(lines)) == 2 and all_finite(parts)
     first = [seen.reply for seen in empty if seen.task == 0 and hasattr(seen.reply, "count")]
     assert first and all(reply.count == 0 for reply in first)
+
+
+@every_method
+def test_survives_classes_that_nobody_asked_holds_and_one_image_beside_many(method: str) -> None:
+    """In each task one client of eight trains: on 19 images of a class and one of the other, then on one class only."""
+    uneven = replace(TINY, clients=8, active=1, alpha=0.02, train_limit=80)
+    parts, lines = finished(method, Watching, seed=3, benchmark=uneven, rounds=1)
+    assert len(accuracies(lines)) == 3 and all_finite(parts)
+    asked = {seen.task: seen for seen in parts.transport.seen if seen.handler == "train"}
+    held = [torch.bincount(asked[task].labels, minlength=6)[2 * task : 2 * task + 2].tolist() for task in range(3)]
+    assert held == [[19, 1], [20, 0], [0, 20]] and all(seen.reply.count > 10 for seen in asked.values())
 
 
 @every_method

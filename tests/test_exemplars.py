@@ -21,6 +21,7 @@ from fcil.scenario.scenario import Scenario
 from fcil.scenario.tasks import LocalData, Task
 from tests.conftest import TINY, tiny_plan
 from tests.test_codec import photos, psnr
+from tests.test_every_method import Seen, watched
 
 HELD = st.dictionaries(st.integers(0, 99), st.integers(0, 12), max_size=8)
 ROOM, UNIT, EACH = st.integers(0, 400), st.integers(1, 20), st.integers(0, 30)
@@ -143,7 +144,18 @@ def test_an_exemplar_is_shown_beside_the_image_it_came_from() -> None:
     assert torch.equal(real[4], images[3]) and 4 not in shown and 9 not in shown
 
 
-@pytest.mark.parametrize("method", [name for name, entry in METHODS.items() if entry.family == "exemplars"])
+KEEP_EXEMPLARS = [name for name, entry in METHODS.items() if entry.family == "exemplars"]
+
+
+@pytest.mark.parametrize("method", KEEP_EXEMPLARS)
+def test_the_old_model_goes_only_to_those_who_train_under_it(method: str) -> None:
+    parts, _ = watched(method)
+    asked: list[Seen] = parts.transport.seen  # type: ignore[attr-defined]
+    old = {seen.handler for seen in asked if any(name.startswith(("old_weights/", "best_")) for name in seen.sent)}
+    assert old == {"train"} and "remember" in {seen.handler for seen in asked}
+
+
+@pytest.mark.parametrize("method", KEEP_EXEMPLARS)
 def test_a_run_shows_what_exemplars_look_like_through_a_codec(method: str, tmp_path: Path) -> None:
     list(execute(tiny_plan(method, exemplar_codec="dct:20", tasks=2), tmp_path, "cpu", workers=1))
     assert (tmp_path / "replay.png").stat().st_size > 500

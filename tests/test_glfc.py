@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fcil.blocks import prototype_gradients
+from fcil.blocks.class_pace import compensation
 from fcil.blocks.inversion import LeNet, gradients, labels_in
 from fcil.blocks.prototype_gradients import Search
 from fcil.blocks.training import loaded
@@ -19,8 +21,7 @@ from fcil.experiment import Parts, assemble, run
 from fcil.federation.engine import threads
 from fcil.federation.loop import Line, learn
 from fcil.method import Batch
-from fcil.methods import glfc
-from fcil.methods.glfc import Client, Config, Given, Memory, Model, Server, State, compensation
+from fcil.methods.glfc import Client, Config, Given, Memory, Model, Server, State
 from fcil.records import flatten, read_tensors, size_in_bytes
 from fcil.scenario.scenario import Scenario
 from fcil.scenario.tasks import LocalData, Task, mask
@@ -31,6 +32,7 @@ LABELS = torch.tensor([2, 1, 3])
 TEACHER = torch.tensor([[2.0, 1.0, 7.0, 7.0], [-1.0, 0.5, -7.0, 0.0]])
 OLD, ALL, NONE = mask((0, 1), 4), mask((0, 1, 2, 3), 4), mask((), 4)
 GENERATOR, PAPER = torch.Generator(), Config()
+FAST = Search(steps=3, inner=2, lr=0.1, iterates=2)
 QUICK = {"inversion_steps": 30, "inversion_inner": 10}  # enough for images of 8x8
 
 
@@ -193,17 +195,23 @@ def test_all_clients_choose_exemplars_when_a_task_ends() -> None:
 # -- noticing a task --------------------------------------------------------------------------------------------------
 
 
-def test_the_entropy_is_that_of_a_softmax_over_the_classes_seen() -> None:
-    of = watched()
-    net = of.parts.setting.classifier()
+@pytest.mark.parametrize("codec", ["raw", "klt:12"])
+def test_the_entropy_is_that_of_a_softmax_over_the_classes_seen(codec: str) -> None:
+    """Of what is trained on: with a codec, of images that passed it."""
+    of = watched(exemplar_codec=codec)
+    client: Any = of.parts.engine.client
+    net, differ = of.parts.setting.classifier(), 0
     for asked in every(of, "notice") + every(of, "train"):
-        seen = asked.message.seen
+        seen, fitted, images = asked.message.seen, asked.message.codec, asked.data.images
         with torch.no_grad():
-            p = loaded(net, asked.message.weights)(asked.data.images)[:, seen].softmax(1)
-        entropy = -(p * (p + 1e-5).log()).sum(1).mean()
+            shown = client.codec.decode(fitted, client.codec.encode(fitted, images))
+            p, raw = (loaded(net, asked.message.weights)(x)[:, seen].softmax(1) for x in (shown, images))
+        entropy, of_raw = (-(q * (q + 1e-5).log()).sum(1).mean() for q in (p, raw))
+        differ += abs(entropy - of_raw) > 1e-3
         assert asked.memory.entropy.item() == pytest.approx(entropy.item(), rel=1e-4)
         rise = entropy - (asked.before.entropy.item() if len(asked.before.entropy) else 0.0)
         assert asked.reply.signals == int(rise > 1.2 * math.log10(2))
+    assert (differ > 10) == (codec != "raw")
 
 
 def test_clients_notice_tasks_as_they_begin_and_not_in_between() -> None:
@@ -220,22 +228,23 @@ def test_clients_notice_tasks_as_they_begin_and_not_in_between() -> None:
 
 
 def test_a_task_of_ten_classes_is_told_by_the_papers_rise() -> None:
-    client = Client(Config(), replace(tiny_setting(), capacity=12))
+    client, message = Client(Config(), replace(tiny_setting(), capacity=12)), every(watched(), "notice")[0].message
     weights = {n: torch.zeros_like(t) for n, t in client.net.state_dict().items()}  # all outputs alike
     data = LocalData(Task(0, (tuple(range(10)),)), torch.zeros(3, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1, 2]))
     for last, signal in ((1.09, True), (1.12, False)):  # the entropy is log 10 = 2.30
         memory = Memory({}, torch.tensor([last]))
-        assert client.signal(memory, data, weights, mask(tuple(range(10)), 12)) is signal
+        assert client.signal(memory, data, replace(message, weights=weights, seen=mask(tuple(range(10)), 12))) is signal
         assert memory.entropy.item() == pytest.approx(math.log(10), abs=2e-4)
 
 
 def test_without_memory_no_entropy_is_kept_and_without_images_there_is_no_signal() -> None:
     of = watched(memory=0.0)
     assert all(size_in_bytes(a.memory) == 0 for a in of.asked)
-    client, data = Client(Config(), tiny_setting()), every(of, "train")[0].data
+    client, asked = Client(Config(), tiny_setting()), every(of, "train")[0]
+    data, message = asked.data, asked.message
     empty = replace(data, images=data.images[:0], labels=data.labels[:0], cache={})
     memory = Memory()
-    assert not client.signal(memory, empty, client.net.state_dict(), mask((0, 1), 10)) and len(memory.entropy) == 0
+    assert not client.signal(memory, empty, message) and len(memory.entropy) == 0
 
 
 def test_an_oracle_tells_until_prototypes_have_come_and_takes_no_memory() -> None:
@@ -303,7 +312,7 @@ def test_a_prototype_takes_the_papers_steps(monkeypatch: pytest.MonkeyPatch) -> 
         taken.append(how)
         return start
 
-    monkeypatch.setattr(glfc, "perturbed", perturbing)
+    monkeypatch.setattr(prototype_gradients.inversion, "perturbed", perturbing)
     client.gradients(asked.data, asked.reply.weights, asked.message)
     assert taken == [(50, 0.2, 1e-5)]
 
@@ -351,7 +360,8 @@ def chosen(accuracies: list[float], arrivals: set[int], **settings: Any) -> list
     for round, accuracy in enumerate(accuracies):
         state.weights, state.seen = {"round": torch.tensor(round)}, mask(tuple(range(round)), 10)
         proxy.accuracy = lambda *rest, a=accuracy: a
-        server.choose([torch.zeros(1)] if round in arrivals else [], 0)
+        sent = [torch.zeros(1)] if round in arrivals else []
+        proxy.choose(state, sent, 50, FAST, server.config.reset_best, 0)
         one, two = (int(w["round"]) if w else -1 for w in (state.best_1, state.best_2))
         assert int(state.knows_1.sum()) == max(0, one) and int(state.knows_2.sum()) == max(0, two)
         found.append((one, two, state.accuracy))

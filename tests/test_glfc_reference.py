@@ -1,8 +1,8 @@
 """With one client, GLFC is a centralised algorithm: written here once more, with nothing of fcil.
 
 The mathematics below is plain PyTorch in float64: network, weights, both halves of the loss, SGD, the entropy, herding,
-prototypes, their gradients by autograd, PyTorch's own L-BFGS, the choice of the old model. fcil gives the first
-weights, those of the LeNet, the images, and which of them come in which batch.
+prototypes, their gradients by autograd, PyTorch's own L-BFGS, the choice of the old model, the draws of batches. fcil
+gives the first weights, those of the LeNet, and the images.
 """
 
 import math
@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fcil.experiment import assemble
-from fcil.federation.fitting import order
 from fcil.federation.loop import learn
 from fcil.plan import plan
-from fcil.seeds import seed_of
 from tests.conftest import TINY
+from tests.test_reference import order, seed_of
 
 TASKS, ROUNDS, STEPS, BATCH, IMAGES = 2, 3, 4, 16, 24
 LR, DECAY, CLIP, RISE = 2.0, 1e-5, 10.0, 0.4

@@ -256,7 +256,8 @@ def test_absent_new_classes_may_be_left_out() -> None:
 
 @pytest.mark.parametrize("spec", ["png:300", "webp", "webp:0", "webp:many", "raw:3", ""])
 def test_another_codec_is_refused_in_one_sentence(spec: str) -> None:
-    with pytest.raises(UserError, match=f"exemplar_codec={spec} is not allowed; write raw, or klt, dct or webp"):
+    allowed = "write raw, or klt, trellis, dct or webp"
+    with pytest.raises(UserError, match=f"exemplar_codec={spec} is not allowed; {allowed}"):
         assemble(tiny_plan("icarl", exemplar_codec=spec), "cpu")
 
 

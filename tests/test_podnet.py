@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fcil.blocks.pooled_outputs import flat, spatial
-from fcil.blocks.proxies import clustered, nca, nca_of_the_code
+from fcil.blocks.proxies import Proposal, clustered, imprinted, nca, nca_as_printed, nca_of_the_code
 from fcil.experiment import Parts
 from fcil.federation.engine import threads
 from fcil.method import Batch
-from fcil.methods.podnet import PROXIES, Client, Config, Given, Proposal, Server
+from fcil.methods.podnet import PROXIES, Client, Given
 from fcil.methods.podnet import given as given_by
 from fcil.networks import build, build_with_proxies
 from fcil.networks.heads import Proxies
@@ -43,11 +43,12 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize(("eta", "paper", "code"), [(1.0, 0.774077, 0.783969), (3.0, 1.101413, 0.403655)])
 def test_both_forms_of_the_loss_have_the_known_values(eta: float, paper: float, code: float) -> None:
-    assert nca(SCORES, LABELS, ALL, torch.tensor(eta), 0.6).item() == pytest.approx(paper, abs=1e-6)
+    for form in (nca, nca_as_printed):
+        assert form(SCORES, LABELS, ALL, torch.tensor(eta), 0.6).item() == pytest.approx(paper, abs=1e-6)
     assert nca_of_the_code(SCORES, LABELS, ALL, torch.tensor(eta), 0.6).item() == pytest.approx(code, abs=1e-6)
 
 
-@pytest.mark.parametrize("form", [nca, nca_of_the_code])
+@pytest.mark.parametrize("form", [nca, nca_as_printed, nca_of_the_code])
 def test_classes_that_were_not_seen_do_not_count(form: Any) -> None:
     more = torch.cat([SCORES, torch.tensor([[5.0], [7.0]])], 1).requires_grad_()
     seen, eta = torch.tensor([True, True, True, False]), torch.tensor(2.0)
@@ -75,6 +76,22 @@ def test_the_margin_does_not_turn_the_loss_around() -> None:
     assert eta.grad.item() == pytest.approx(-0.3, abs=1e-6)  # what is right is to be said louder
 
 
+def test_as_printed_the_margin_teaches_eta_and_nothing_else_is_different() -> None:
+    grads = []
+    for form in (nca, nca_as_printed):
+        scores, eta = SCORES.clone().requires_grad_(), torch.tensor(1.5, requires_grad=True)
+        value = form(scores, LABELS, ALL, eta, 0.6)
+        grads.append(torch.autograd.grad(value, (scores, eta)))
+    assert value > 0 and torch.equal(grads[0][0], grads[1][0])
+    assert grads[1][1].item() == pytest.approx(grads[0][1].item() + 0.6, abs=1e-6)
+    eta = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+    s = SCORES.double()
+    each = [-(eta * (row[y] - 0.6)).exp() .log() + sum((eta * row[i]).exp() for i in range(3) if i != y).log()
+            for row, y in zip(s, LABELS.tolist(), strict=True)]  # fmt: skip
+    (by_hand,) = torch.autograd.grad(sum(each) / 2, eta)
+    assert grads[1][1].item() == pytest.approx(by_hand.item(), abs=1e-6)
+
+
 def test_only_the_margin_of_the_paper_is_felt() -> None:
     eta = torch.tensor(2.0)
     one, other = (nca(SCORES, LABELS, ALL, eta, margin).item() for margin in (0.6, 0.7))
@@ -83,7 +100,7 @@ def test_only_the_margin_of_the_paper_is_felt() -> None:
     assert one == pytest.approx(other, abs=1e-6)
 
 
-@pytest.mark.parametrize("form", [nca, nca_of_the_code])
+@pytest.mark.parametrize("form", [nca, nca_as_printed, nca_of_the_code])
 def test_a_class_alone_has_nothing_to_learn_and_nothing_breaks(form: Any) -> None:
     scores = SCORES.clone().requires_grad_()
     alone, eta = torch.tensor([False, True, False]), torch.tensor(1.0, requires_grad=True)
@@ -276,7 +293,7 @@ def test_fine_tuning_sees_exemplars_of_all_classes_new_ones_included_and_nothing
     tuned = seen(parts, "tune", 2)
     for one in tuned:
         data = parts.scenario.local(one.client, parts.scenario.tasks[2])
-        pool = client.exemplars(one.memory, data, one.message)
+        pool = next(client.tune(one.memory, data, one.message)).pool
         kept = {j: len(codes) for j, codes in one.memory.exemplars.items()}
         assert {j: int((pool.labels == j).sum()) for j in kept} == kept and len(pool) == sum(kept.values())
         assert set(kept) & {4, 5} and set(kept) & {0, 1, 2, 3}
@@ -295,14 +312,12 @@ def test_new_images_stand_beside_exemplars_of_other_classes_in_the_main_rounds()
 
 def test_imprinting_takes_centres_of_the_clients_centres_as_long_as_old_proxies() -> None:
     parts, _ = run(tune_share=0.5)
-    server = Server(Config(), parts.setting)
-    old = server.state.weights[PROXIES] = 3 * server.state.weights[PROXIES]
+    old = 3 * parts.server.state.weights[PROXIES]
     task = parts.scenario.tasks[1]
     corners = 10 * torch.eye(64)[:10]
     near = corners + 0.01 * torch.randn(10, 64, generator=torch.Generator().manual_seed(0))
     one, other = Proposal({2: corners}, {2: torch.full((10,), 9.0)}), Proposal({2: near}, {2: torch.ones(10)})
-    server.imprint(task, [one, other, Proposal({}, {})])  # type: ignore[arg-type]
-    found, length = server.state.weights[PROXIES], old[:2].norm(dim=2).mean()
+    found, length = imprinted(old, task, [one, other, Proposal({}, {})]), old[:2].norm(dim=2).mean()
     assert torch.allclose(found[2].norm(dim=1), length) and length > 2
     expected = F.normalize(0.9 * corners + 0.1 * near)
     assert torch.allclose((found[2] / length @ expected.T).amax(0), torch.ones(10), atol=1e-6)
@@ -312,10 +327,9 @@ def test_imprinting_takes_centres_of_the_clients_centres_as_long_as_old_proxies(
 
 def test_where_a_class_has_few_images_some_proxies_stand_twice() -> None:
     parts, _ = run(tune_share=0.5)
-    server = Server(Config(), parts.setting)
     few = torch.eye(64)[:3]
-    server.imprint(parts.scenario.tasks[1], [Proposal({3: few}, {3: torch.ones(3)})])  # type: ignore[arg-type]
-    found = F.normalize(server.state.weights[PROXIES][3])
+    proposals = [Proposal({3: few}, {3: torch.ones(3)})]
+    found = F.normalize(imprinted(parts.server.state.weights[PROXIES], parts.scenario.tasks[1], proposals)[3])
     assert torch.allclose(found, few[torch.arange(10) % 3], atol=1e-6)
 
 
@@ -365,6 +379,8 @@ def test_every_term_of_the_loss_counts_and_only_the_first_task_does_without_dist
     assert abs(value(nca="code") - value()) > 1e-3 and abs(value(margin=0.5) - value()) > 1e-3
     assert all("old_weights" not in s.sent and not s.message.old_weights for s in seen(parts, "train", 0))
     assert all(torch.equal(s.message.old_weights[PROXIES], states[0][-1][PROXIES]) for s in seen(parts, "train", 1))
+    asked = [s for handler in ("propose", "remember", "tune") for s in seen(parts, handler, 1)]
+    assert len(asked) == 12 and not any(s.message.old_weights for s in asked), "nobody else needs the old model"
 
 
 def test_the_factor_is_that_of_the_classes_of_all_clients() -> None:

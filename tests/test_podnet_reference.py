@@ -1,7 +1,7 @@
 """With one client, `podnet` is a centralised algorithm: written here once more, with nothing of fcil.
 
 The mathematics below is plain PyTorch in float64: network, proxies, both distillations, imprinting, SGD, herding, the
-fine-tuning of the proxies. fcil gives the first weights, the images, and the order in which random numbers are drawn.
+fine-tuning of the proxies, and the draws of random numbers. fcil gives the first weights and the images.
 """
 
 import math
@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fcil.experiment import assemble
-from fcil.federation.fitting import order
 from fcil.federation.loop import learn
 from fcil.plan import plan
-from fcil.seeds import seed_of
 from tests.conftest import TINY
+from tests.test_reference import order, seed_of
 
 TASKS, ROUNDS, STEPS, BATCH = 3, 2, 3, 16  # six steps a task, and six of fine-tuning
 LR, TUNE_LR, MOMENTUM, DECAY, CLIP = 0.1, 0.05, 0.9, 5e-3, 1.0
@@ -29,10 +28,11 @@ KEPT = [12, 6, 4]  # exemplars of each class after each task, of 24 in all
 ALONE = replace(TINY, tasks=TASKS, clients=1, active=1, train_limit=30, test_limit=5, memory=4, memory_scope="client")
 PROTOCOL = {
     "rounds": ROUNDS, "steps": STEPS, "batch_size": BATCH, "momentum": MOMENTUM, "weight_decay": DECAY, "clip": CLIP,
-    "lr": LR, "tune_lr": TUNE_LR, "tune_share": 1.0,
+    "lr": LR, "tune_lr": TUNE_LR,
 }  # fmt: skip
 TERMS: dict[str, Any] = {
     "spatial": 3.0, "flat": 1.0, "margin": 0.6, "proxies": 10, "nca": "paper", "similarity": "distance",
+    "tune_share": 1.0,
 }  # fmt: skip
 HEAD = "head.weight"
 
@@ -105,8 +105,9 @@ def classification(s: Tensor, y: Tensor, eta: Tensor, terms: dict[str, Any]) -> 
     each = []
     for row, label in zip(s, y.tolist(), strict=True):
         others = torch.cat([row[:label], row[label + 1 :]])
-        if terms["nca"] == "paper":
-            value = -(eta * row[label]) + eta.item() * terms["margin"] + (eta * others).exp().sum().log()
+        if terms["nca"] != "code":
+            far = (eta if terms["nca"] == "printed" else eta.item()) * terms["margin"]
+            value = -(eta * row[label]) + far + (eta * others).exp().sum().log()
             each.append(value.clamp_min(0))
         else:
             top = row.max()
@@ -128,15 +129,15 @@ def flat(one: Tensor, other: Tensor) -> Tensor:
 
 
 def sgd(w: Numbers, loss: Callable[[Numbers, Tensor, Tensor], Tensor], data: Data, learns: Callable[[str], bool],
-        still: int, rate: float, round: int, step: int) -> Numbers:  # fmt: skip
-    """One round of local training on the batches that fcil draws; the proxies of the first `still` classes stay."""
+        still: int, rate: float, round: int, rounds: int, step: int) -> Numbers:  # fmt: skip
+    """One round of `rounds` of local training; the proxies of the first `still` classes stay."""
     images, labels = data
     w = {name: value.detach().clone() for name, value in w.items()}
     learned = {name: value.requires_grad_() for name, value in w.items() if learns(name)}
     drawn = order(len(labels), STEPS * BATCH, torch.Generator().manual_seed(seed_of(0, 0, step))).view(STEPS, BATCH)
     speed: Numbers = {}
     for s, index in enumerate(drawn):
-        lr = rate * 0.5 * (1 + math.cos(math.pi * (round + s / STEPS) / ROUNDS))
+        lr = rate * 0.5 * (1 + math.cos(math.pi * (round + s / STEPS) / rounds))
         value = loss(w, images[index], labels[index])
         gradients = dict(zip(learned, torch.autograd.grad(value, list(learned.values())), strict=True))
         gradients[HEAD][:still] = 0
@@ -208,7 +209,7 @@ def podnet(first: Numbers, tasks: list[Data], tune: bool = True, imprint: bool =
                 torch.cat([labels, *(torch.full((len(rows),), j) for j, rows in kept.items())]))  # fmt: skip
         for round in range(ROUNDS):
             step += 1
-            w = sgd(w, loss, pool, is_parameter, old if freeze else 0, LR, round, step)
+            w = sgd(w, loss, pool, is_parameter, old if freeze else 0, LR, round, ROUNDS, step)
         step += 1  # the clients are asked to remember
         for j in range(old, seen):
             own = images[labels == j]
@@ -217,10 +218,11 @@ def podnet(first: Numbers, tasks: list[Data], tune: bool = True, imprint: bool =
         if task and tune:
             every = (torch.cat(list(kept.values())),
                      torch.cat([torch.full((len(rows),), j) for j, rows in kept.items()]))  # fmt: skip
-            for round in range(ROUNDS):
+            rounds = math.ceil(terms["tune_share"] * ROUNDS)
+            for round in range(rounds):
                 step += 1
                 w = sgd(w, lambda v, x, y, scored=scored: scored(v, features(v, x), y), every, lambda n: n == HEAD, 0,
-                        TUNE_LR, round, step)  # fmt: skip
+                        TUNE_LR, round, rounds, step)  # fmt: skip
     return w, kept
 
 
@@ -242,8 +244,10 @@ def test_one_client_is_the_centralised_algorithm() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"nca": "code"}, {"similarity": "cosine"}, {"proxies": 3, "spatial": 1.0, "flat": 0.0}],
-    ids=lambda settings: next(iter(settings)),
+    "settings",
+    [{"nca": "code"}, {"nca": "printed"}, {"similarity": "cosine"}, {"proxies": 3, "spatial": 1.0, "flat": 0.0},
+     {"tune_share": 0.5}],
+    ids=lambda settings: "-".join(map(str, next(iter(settings.items())))),
 )  # fmt: skip
 def test_every_option_is_the_centralised_algorithm_with_that_option(settings: dict[str, Any]) -> None:
     first, tasks, ours, _ = by_fcil(**settings)

@@ -1,9 +1,10 @@
 """With one client, each method is its paper's centralised algorithm: written here once more, with nothing of fcil.
 
 The mathematics below is plain PyTorch in float64: network, masked cross-entropy, SGD with momentum, decay, clipping and
-cosine, and each method's own term. fcil gives the first weights, the images, and which of them come in which batch.
+cosine, the draws of batches, and each method's own term. fcil gives the first weights and the images.
 """
 
+import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,10 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fcil.experiment import assemble
-from fcil.federation.fitting import order
 from fcil.federation.loop import learn
 from fcil.plan import plan
-from fcil.seeds import seed_of
 from tests.conftest import TINY
 
 TASKS, ROUNDS, STEPS, BATCH = 3, 2, 2, 16  # twelve steps
@@ -55,6 +54,17 @@ def by_fcil(method: str, **settings: object) -> tuple[Given, Numbers]:
 
 
 # -- the reference ----------------------------------------------------------------------------------------------------
+
+
+def seed_of(*key: int | str) -> int:
+    """The seed that a key stands for: eight bytes of its hash, but for one bit."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big") // 2
+
+
+def order(count: int, length: int, generator: torch.Generator) -> Tensor:
+    """So many rows below `count`: one shuffled pass after the other."""
+    passes = torch.rand(math.ceil(length / count), count, generator=generator)
+    return torch.cat([row.argsort() for row in passes])[:length]
 
 
 def scores(w: Numbers, images: Tensor, training: bool) -> Tensor:

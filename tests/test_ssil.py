@@ -11,15 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fcil.experiment import Parts, assemble
-from fcil.federation.fitting import order
 from fcil.federation.loop import learn
 from fcil.method import Batch, Fit
 from fcil.methods.ssil import Client, Config, Model, log_softmax_by_task, separated_cross_entropy, taskwise_distillation
-from fcil.seeds import seed_of
 from tests import test_reference as plain
 from tests.conftest import TINY, tiny_plan
 from tests.test_losses import LABELS, LOGITS, TEACHER
-from tests.test_reference import BATCH, CLIP, DECAY, LR, MOMENTUM, ROUNDS, STEPS, Given, Numbers, gap
+from tests.test_reference import BATCH, CLIP, DECAY, LR, MOMENTUM, ROUNDS, STEPS, Given, Numbers, gap, order, seed_of
 
 CAME = torch.tensor([0, 0, 1, 1])  # sample 0 is of a new class, sample 1 of an old one
 LATER = torch.tensor([0, 1, 1, 0, 2, -1])  # tasks need not be neighbours, and one class has not come

@@ -4,6 +4,17 @@ import torch
 from torch import Tensor
 
 from fcil.blocks.losses import masked
+from fcil.records import record
+
+
+@record
+class Slope:
+    """How the loss of a client's held-out images changes with (alpha, beta), summed over them."""
+
+    gradient: Tensor
+    curvature: Tensor
+    weight: Tensor  # of all these images, and of those of new classes
+    count: int
 
 
 def corrected(logits: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
@@ -33,3 +44,12 @@ def newton_step(pair: Tensor, gradient: Tensor, curvature: Tensor, hold: Tensor)
     step = torch.linalg.solve(curvature + hold.diag(), slope)
     moved: Tensor = pair - step / torch.linalg.vector_norm(step).clamp_min(1.0)
     return moved
+
+
+def descended(
+    alpha: Tensor, beta: Tensor, new: Tensor, gradient: Tensor, curvature: Tensor, hold: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """Return the pairs of all classes after such a step with the one that the classes `new` have in common."""
+    pair = torch.stack([alpha[new][0], beta[new][0]]).to(gradient)
+    of_new = newton_step(pair, gradient, curvature, gradient.new_tensor(hold))
+    return torch.where(new, of_new[0].to(alpha), alpha), torch.where(new, of_new[1].to(beta), beta)

@@ -136,12 +136,24 @@ def updated(
     return {j: (kept | new)[j][:number].clone() for j, number in keep.items() if j in kept or j in new}
 
 
-def with_replay(codec: Codec, fitted: Weights, kept: ByClass, data: LocalData) -> tuple[Tensor, Tensor]:
-    """Return the task's images, and after them the exemplars of classes that are not among theirs, with labels."""
-    at_hand = data.classes()
-    replay = recalled(codec, fitted, {j: codes for j, codes in kept.items() if j not in at_hand})
-    images = torch.cat([passed(codec, fitted, data), *replay.values()])
-    return images, torch.cat([data.labels, labels_of(replay).to(data.labels)])
+def replayed(codec: Codec, fitted: Weights, kept: ByClass, data: LocalData) -> tuple[Tensor, Tensor]:
+    """Return kept exemplars as images, with labels."""
+    replay = recalled(codec, fitted, kept)
+    return torch.cat([data.images[:0], *replay.values()]), labels_of(replay).to(data.labels)
+
+
+def with_replay(
+    codec: Codec, fitted: Weights, kept: ByClass, data: LocalData, rows: ByClass | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the task's images, and after them the exemplars of classes that are not among theirs, with labels.
+
+    With `rows` they are only these of the task's images, class after class.
+    """
+    at_hand, images, labels = data.classes(), passed(codec, fitted, data), data.labels
+    if rows is not None:
+        images, labels = images[torch.cat([labels[:0], *rows.values()])], labels_of(rows).to(labels)
+    replay = replayed(codec, fitted, {j: codes for j, codes in kept.items() if j not in at_hand}, data)
+    return torch.cat([images, replay[0]]), torch.cat([labels, replay[1]])
 
 
 def rehearsed(

@@ -15,10 +15,13 @@ from torch.nn import functional as F
 from fcil.blocks import inversion
 from fcil.blocks.augment import augmented
 from fcil.blocks.inversion import LeNet
-from fcil.blocks.losses import masked
+from fcil.blocks.losses import binary_cross_entropies, masked, one_hot
 from fcil.blocks.training import as_bytes, by_class, in_parts, loaded, normal
+from fcil.networks import Classifier
 from fcil.networks.heads import Normalise
-from fcil.records import Weights
+from fcil.records import ByClass, Weights, record
+
+DECAY = 1e-5  # of an image that is moved, and of the weights in local training
 
 
 def typical(images: Tensor, labels: Tensor, classes: Sequence[int], features: Callable[[Tensor], Tensor]) -> Tensor:
@@ -26,6 +29,16 @@ def typical(images: Tensor, labels: Tensor, classes: Sequence[int], features: Ca
     own = {j: images[labels == j] for j in classes}
     found = {j: F.normalize(rows) for j, rows in by_class(features, own).items()}
     return torch.stack([own[j][(f - f.mean(0)).square().sum(1).argmin()] for j, f in found.items()])
+
+
+def moved_down(net: Classifier, images: Tensor, classes: Tensor, seen: Tensor, steps: int, lr: float) -> Tensor:
+    """Return an image of each class, as the network sees it, moved down the loss of the weights that are in it."""
+    target = one_hot(classes, net.head.bias[None])
+
+    def loss(x: Tensor) -> Tensor:
+        return binary_cross_entropies(net(net.normalise.pixels(x)), target, seen)
+
+    return inversion.perturbed(loss, net.normalise(images), steps, lr, DECAY)
 
 
 def unnamed_gradients(net: LeNet, images: Tensor, classes: Tensor, generator: torch.Generator) -> Weights:
@@ -55,6 +68,34 @@ def rebuilt(
     return as_bytes(normalise.pixels(found)), labels
 
 
+def shown(net: LeNet, rows: Weights, shape: tuple[int, int, int], draws: torch.Generator, search: Search) -> ByClass:
+    """Return a picture of each class that gradients tell of, whoever hears them."""
+    (pictures, *_), labels = rebuilt(net, torch.stack(list(rows.values())), shape, draws, search)
+    return {j: picture[None] for j, picture in zip(labels.tolist(), pictures, strict=True)}
+
+
+@record
+class Best:
+    """The global model, and the best ones that came before it."""
+
+    weights: Weights
+    best_1: Weights  # the best model of the last task; empty if there is none
+    best_2: Weights  # the best model since prototypes came
+    knows_1: Tensor  # classes that each of them has outputs of, as a mask
+    knows_2: Tensor
+    seen: Tensor  # classes that have come so far
+    noticed: bool  # whether prototypes of this task have come
+
+
+@record
+class Choice(Best):
+    """Beside these, by what they were chosen."""
+
+    accuracy: float  # of the best model on the proxy set that it was chosen by
+    proxies: Tensor  # rebuilt prototypes, uint8, those of the last step at the end
+    labels: Tensor
+
+
 class ProxyServer:
     """Rebuilds prototypes from their gradients, and says how well a model classifies them."""
 
@@ -69,6 +110,21 @@ class ProxyServer:
         alike = sorted(range(len(labels)), key=lambda i: labels[:i].count(labels[i]))  # the first of each class first
         found, label = rebuilt(lenet, sent[alike[:most]], self.shape, torch.Generator().manual_seed(seed), search)
         return found.flatten(0, 1).cpu(), label.cpu().repeat(len(found))
+
+    def choose(self, kept: Choice, sent: Sequence[Tensor], most: int, search: Search, reset: bool, seed: int) -> None:
+        """Take over what prototypes came, and keep the global model if none was better on the proxy set.
+
+        When they come, the best model becomes that of the last task. The next one has to beat its accuracy, though on
+        another proxy set, unless that is `reset`.
+        """
+        if sent:
+            kept.proxies, kept.labels = self.rebuilt(torch.stack([*sent]), most, search, seed)
+            kept.best_1, kept.knows_1, kept.noticed = kept.best_2, kept.knows_2, True
+            kept.accuracy = 0.0 if reset else kept.accuracy
+        if len(kept.labels):
+            accuracy = self.accuracy(kept.weights, kept.seen, kept.proxies, kept.labels, seed)
+            if accuracy >= kept.accuracy:
+                kept.best_2, kept.knows_2, kept.accuracy = kept.weights, kept.seen, accuracy
 
     @torch.no_grad()
     def accuracy(self, weights: Weights, seen: Tensor, proxies: Tensor, labels: Tensor, seed: int) -> float:

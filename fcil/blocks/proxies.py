@@ -5,10 +5,23 @@ They come from k-means with weights, so that centres of centres can be taken, to
 """
 
 import warnings
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from fcil.records import ByClass, record, varying
+from fcil.scenario.tasks import Task
+from fcil.seeds import seed_of
+
+
+@record
+class Proposal:
+    """Centres of a client's features of each new class, and how many images each stands for."""
+
+    centres: ByClass = varying("rows")
+    counts: ByClass = varying("rows")
 
 
 def clustered(rows: Tensor, weights: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -35,15 +48,50 @@ def clustered(rows: Tensor, weights: Tensor, count: int, seed: int) -> tuple[Ten
     return centres[gathered > 0].to(rows), gathered[gathered > 0].to(weights.device)
 
 
+def proposed(features: ByClass, count: int, generator: torch.Generator) -> Proposal:
+    """Return at most `count` centres of each class's features, which are brought to length 1."""
+    reply = Proposal({}, {})
+    for j, own in features.items():
+        seed = torch.randint(2**31, (), generator=generator, device=generator.device).item()
+        each = torch.ones(len(own), device=own.device)
+        reply.centres[j], reply.counts[j] = clustered(F.normalize(own), each, count, int(seed))
+    return reply
+
+
+def imprinted(proxies: Tensor, task: Task, proposals: Iterable[Proposal]) -> Tensor:
+    """Return proxies of which those of new classes are centres of the clients' centres, as long as old ones.
+
+    Without any centre a class keeps those it has.
+    """
+    proxies, proposals = proxies.clone(), list(proposals)
+    length = proxies[list(task.old)].norm(dim=2).mean()
+    for j in task.new:
+        own = [(reply.centres[j], reply.counts[j]) for reply in proposals if j in reply.centres]
+        if own:
+            centres, counts = (torch.cat(parts) for parts in zip(*own, strict=True))
+            found, _ = clustered(centres, counts, len(proxies[j]), seed_of("imprint", task.index, j))
+            rows = torch.arange(len(proxies[j])) % len(found)  # where there are too few, some stand twice
+            proxies[j] = length * F.normalize(found[rows]).to(proxies)
+    return proxies
+
+
+def frozen(trained: Tensor, before: Tensor, old: Tensor) -> Tensor:
+    """Return trained proxies, but those of `old` classes as before: they had no gradient, but weight decay."""
+    return torch.where(old[:, None, None].to(trained.device), before.to(trained), trained)
+
+
 def nca(scores: Tensor, labels: Tensor, classes: Tensor, eta: Tensor, margin: float) -> Tensor:
     """-log(exp(eta (s_y - margin)) / sum over i != y of exp(eta s_i)), where positive, averaged over images.
 
     The margin teaches eta nothing. It would make it smaller as long as classes are not apart by that much, on images
     that are hard to tell until it is negative, and then features flee from the proxies of their own class.
     """
-    right = _own(labels, scores)
-    others = (eta * scores).masked_fill(right | ~classes, -1e4).logsumexp(1)
-    return F.relu(others - eta * (scores * right).sum(1) + eta.detach() * margin).mean()
+    return _short_of(scores, labels, classes, eta, eta.detach() * margin)
+
+
+def nca_as_printed(scores: Tensor, labels: Tensor, classes: Tensor, eta: Tensor, margin: float) -> Tensor:
+    """The same value, with the gradient that it has as it stands in the paper: the margin teaches eta, too."""
+    return _short_of(scores, labels, classes, eta, eta * margin)
 
 
 def nca_of_the_code(scores: Tensor, labels: Tensor, classes: Tensor, eta: Tensor, margin: float) -> Tensor:
@@ -52,6 +100,12 @@ def nca_of_the_code(scores: Tensor, labels: Tensor, classes: Tensor, eta: Tensor
     shifted = (eta * (scores - margin)).masked_fill(~classes, -1e4)
     shifted = shifted - shifted.amax(1, keepdim=True)
     return (shifted.masked_fill(right, 0.0).logsumexp(1) - (shifted * right).sum(1)).mean()
+
+
+def _short_of(scores: Tensor, labels: Tensor, classes: Tensor, eta: Tensor, by: Tensor) -> Tensor:
+    right = _own(labels, scores)
+    others = (eta * scores).masked_fill(right | ~classes, -1e4).logsumexp(1)
+    return F.relu(others - eta * (scores * right).sum(1) + by).mean()
 
 
 def _own(labels: Tensor, scores: Tensor) -> Tensor:

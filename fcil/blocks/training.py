@@ -51,6 +51,11 @@ def features_of(net: nn.Module, images: Tensor) -> Tensor:
     return in_parts(net.features, images, size)  # type: ignore[arg-type]
 
 
+def outputs_of(net: nn.Module, images: Tensor) -> Tensor:
+    """Return what the network says of any number of images, with the weights that are in it."""
+    return in_parts(net, images, max(1, 2**17 // images[0].numel()) if len(images) else 1)
+
+
 def by_class(function: Callable[[Tensor], Tensor], rows: ByClass) -> ByClass:
     """Return `function` of the rows of every class, computed on all of them at once."""
     if not rows:

@@ -38,7 +38,7 @@ _hr = partial(
     Entry, "fcil.methods.hr", paper="Khademi Nori et al. 2025, ours",
     keeps="codes", sends="weights, class means, moments of images",
 )  # fmt: skip
-_FITTED = "moments of images if exemplar_codec is klt or dct"
+_FITTED = "moments of images if exemplar_codec is klt, trellis or dct"
 _fedftg = partial(Entry, "fcil.methods.fedftg", paper="Zhang et al. 2022", sends="weights, counts of images by class")
 _literal = partial(
     Entry, "fcil.methods.hr_literal", paper="Khademi Nori et al. 2025", keeps="codes", sends="weights, class means"
@@ -89,7 +89,7 @@ METHODS = {
     "glfc": Entry(
         "fcil.methods.glfc", "exemplars", "even pace of old and new classes; a proxy server picks teachers",
         paper="Dong et al. 2022", keeps="exemplars, an entropy",
-        sends=f"weights, gradients of prototypes, {_FITTED}",
+        sends=f"weights, gradients of prototypes, each round whether a new task was noticed, {_FITTED}",
     ),
     "fedftg": _fedftg("data-free", "tunes each average on images made up to be hard; an old model teaches, too"),
     "fedftg-plain": _fedftg(

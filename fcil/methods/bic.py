@@ -3,9 +3,10 @@
 Wu, Chen, Wang, Ye, Liu, Guo and Fu, "Large Scale Incremental Learning", CVPR 2019, as the local training of each client
 inside federated averaging. Stage 1 learns new images and exemplars under an old model that is corrected itself. Stage 2
 freezes the network and corrects the outputs of the new classes to alpha o + beta, with which least is lost on images
-that were held out: a tenth of the exemplars, and as many of each new class, or one that weighs as much. The clients
-send sums of slopes and curvatures over theirs, so that the server descends on the loss of all of them together. The
-pairs of earlier tasks stay with their classes, in training and at test.
+that were held out: a tenth of the exemplars, and of each new class as many as of an old one, or one that weighs as
+much. What was trained on once is never held out. The clients send sums of slopes and curvatures over theirs, so that
+the server descends on the loss of all of them together. The pairs of earlier tasks stay with their classes, in
+training and at test.
 
 Where this differs from the paper: exemplars are drawn at random, since of a herded list the best would be held out. The
 server takes a few of Newton's steps in place of hundreds of plain ones. Distillation is a KL divergence in place of a
@@ -13,7 +14,6 @@ soft cross-entropy, which is more by the teacher's entropy and has the same grad
 is near 0 in the released code, or a few easy images would drive it to infinity.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -21,21 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from fcil.blocks.codec import Fitted, named
-from fcil.blocks.correction import corrected, newton_step, slopes
-from fcil.blocks.exemplars import (
-    labels_of,
-    paired,
-    passed,
-    pictured,
-    quotas,
-    recalled,
-    room_for_one,
-    shares,
-    shuffled_rows,
-    updated,
-)
+from fcil.blocks.correction import Slope, corrected, descended, slopes
+from fcil.blocks.exemplars import paired, pictured, quotas, room_for_one, updated, with_replay
+from fcil.blocks.held_out import balanced, divided, rows_in_order, to_hold_out, whole
 from fcil.blocks.losses import cross_entropy, distillation, masked
-from fcil.blocks.training import in_parts, loaded, weights_of
+from fcil.blocks.training import loaded, outputs_of, weights_of
 from fcil.federation.rounds import fedavg, fit_codec, measure
 from fcil.knobs import knob
 from fcil.method import Batch, Clients, Exposed, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
@@ -53,7 +43,7 @@ class Config:
     correction_rounds: int = knob(10, "rounds in which the server finds alpha and beta of a task", least=1)
     hold_alpha: float = knob(0.01, "weight of (alpha - 1)^2 / 2, which keeps alpha finite", above=0)
     hold_beta: float = knob(0.1, "weight of beta^2 / 2", above=0)
-    exemplar_codec: str = knob("raw", "how exemplars are kept: raw, or klt, dct or webp and its bytes, as webp:300")
+    exemplar_codec: str = knob("raw", "how exemplars are kept: raw, or klt, trellis, dct or webp with bytes: webp:300")
 
 
 @record
@@ -70,16 +60,6 @@ class Model:
 
 
 @record
-class Slope:
-    """How the loss of a client's held-out images changes with (alpha, beta), summed over them."""
-
-    gradient: Tensor
-    curvature: Tensor
-    weight: Tensor  # of all these images, and of those of new classes
-    count: int
-
-
-@record
 class Given:
     """What the loss needs of the message."""
 
@@ -91,9 +71,10 @@ class Given:
 
 @record
 class Memory:
-    """Exemplars by class; those held out come first."""
+    """Exemplars by class: those that are trained on, and those that are held out."""
 
     exemplars: ByClass = field(default_factory=dict)
+    held_out: ByClass = field(default_factory=dict)
 
 
 class Server:
@@ -123,15 +104,10 @@ class Server:
             replies = clients.ask(clients.everyone(), Client.judge, replace(self.state, old_weights={}))
             weight = replies.sum("weight")
             if weight is not None and 0 < weight[1] < weight[0]:  # one side alone would push the other out of sight
-                self.descend(replies.sum("gradient") / weight[0], replies.sum("curvature") / weight[0])
+                gradient, curvature = (replies.sum(part) / weight[0] for part in ("gradient", "curvature"))
+                s, c = self.state, self.config
+                s.alpha, s.beta = descended(s.alpha, s.beta, s.new, gradient, curvature, (c.hold_alpha, c.hold_beta))
             yield
-
-    def descend(self, gradient: Tensor, curvature: Tensor) -> None:
-        """Take one step with the pair of the new classes."""
-        s, hold = self.state, gradient.new_tensor([self.config.hold_alpha, self.config.hold_beta])
-        pair = torch.stack([s.alpha[s.new][0], s.beta[s.new][0]]).to(gradient)
-        alpha, beta = newton_step(pair, gradient, curvature, hold)
-        s.alpha, s.beta = torch.where(s.new, alpha.to(s.alpha), s.alpha), torch.where(s.new, beta.to(s.beta), s.beta)
 
     def measured(self) -> dict[str, float | None]:
         """Say what the newest classes are corrected by."""
@@ -176,53 +152,35 @@ class Client:
     def judge(self, memory: Memory, data: LocalData, message: Model) -> Slope:
         def outputs(_: torch.Generator) -> tuple[Tensor, Tensor]:
             pool = self.pool(memory, data, message.codec, held_out=True)
-            size = max(1, 2**17 // math.prod(self.setting.shape))
-            return in_parts(loaded(self.net, message.weights), pool.images, size).double(), pool.labels
+            return outputs_of(loaded(self.net, message.weights), pool.images).double(), pool.labels
 
         logits, labels = data.cached("judged", outputs)
-        weight = self.balance(memory, data, labels, message.new).to(logits)
+        _, held = self.numbers(memory, data)
+        weight = balanced(labels, message.new, [n for j, n in held.items() if j in data.task.old]).to(logits)
         new = (weight * message.new[labels]).sum()
         slope = slopes(logits, labels, weight, message.new, message.old, message.alpha, message.beta)
         return Slope(*slope, torch.stack([weight.sum(), new]), len(labels))
 
-    def balance(self, memory: Memory, data: LocalData, labels: Tensor, new: Tensor) -> Tensor:
-        """Weigh held-out images so that a new class counts as much as an old one does on average."""
-        keep, first = self.quotas(memory, data)
-        old = [first[j] for j in keep if j in data.task.old]
-        counts = torch.bincount(labels, minlength=len(new))[labels]
-        return torch.where(new[labels], sum(old) / max(1, len(old)) / counts, 1.0)
-
-    def quotas(self, memory: Memory, data: LocalData) -> tuple[dict[int, int], dict[int, int]]:
+    def numbers(self, memory: Memory, data: LocalData) -> tuple[dict[int, int], dict[int, int]]:
         """Say how many exemplars of each class to keep when the task ends, and how many images to hold out now."""
-
-        def fair(generator: torch.Generator) -> tuple[dict[int, int], dict[int, int]]:
-            own, share = replace(data, generator=generator), self.config.validation
-            keep = quotas(self.codec, memory.exemplars, own, self.setting.budget.at(data.task))
-            old = {j: n for j, n in keep.items() if j in data.task.old}
-            each = max(1, round(share * sum(keep.values()) / max(1, len(keep))))
-            new = {j: min(each, len(data.of(j)) - 1) for j in data.classes() if j in data.task.new}
-            return keep, shares(old, math.ceil(share * sum(old.values()) - 1e-9), 1, 0, generator) | new
-
-        return data.cached("quotas", fair)
+        kept, room = whole(memory.held_out, memory.exemplars), self.setting.budget.at(data.task)
+        keep = data.cached("quotas", lambda draws: quotas(self.codec, kept, replace(data, generator=draws), room))
+        held = {j: len(memory.held_out.get(j, ())) for j in kept}
+        return keep, held | to_hold_out(held, data, keep, self.config.validation)
 
     def pool(self, memory: Memory, data: LocalData, codec: Weights, held_out: bool) -> Pool:
-        """Return what is held out of images and exemplars, or the rest: of each class the first are held out."""
-        _, first = self.quotas(memory, data)
-
-        def part(rows: ByClass) -> ByClass:
-            return {j: own[: first.get(j, 0)] if held_out else own[first.get(j, 0) :] for j, own in rows.items()}
-
-        rows = part(shuffled_rows(data))
-        kept = part({j: own for j, own in memory.exemplars.items() if j not in rows})
-        replay = recalled(self.codec, codec, kept)
-        images = [passed(self.codec, codec, data)[torch.cat([data.labels[:0], *rows.values()])], *replay.values()]
-        return Pool(torch.cat(images), torch.cat([labels_of(rows), labels_of(replay)]).to(data.labels))
+        """Return what is held out of images and exemplars, or the rest: of images at hand the first are held out."""
+        _, first = self.numbers(memory, data)
+        rows = {j: own[: first[j]] if held_out else own[first[j] :] for j, own in rows_in_order(data).items()}
+        kept = memory.held_out if held_out else memory.exemplars
+        return Pool(*with_replay(self.codec, codec, kept, data, rows))
 
     @remote
     def remember(self, memory: Memory, data: LocalData, message: Fitted) -> Done:
-        keep, _ = self.quotas(memory, data)
-        rows = {j: own[: keep[j]] for j, own in shuffled_rows(data).items() if j in keep}
-        memory.exemplars = updated(self.codec, message.weights, memory.exemplars, data, rows, keep)
+        keep, held = self.numbers(memory, data)
+        rows = {j: own[: keep[j]] for j, own in rows_in_order(data).items() if j in keep}
+        kept = updated(self.codec, message.weights, whole(memory.held_out, memory.exemplars), data, rows, keep)
+        memory.held_out, memory.exemplars = divided(kept, held, self.config.validation)
         return Done()
 
     def predict(self, message: Model, images: Tensor) -> Tensor:
@@ -230,10 +188,11 @@ class Client:
         return masked(corrected(logits, message.alpha, message.beta), message.new | message.old)
 
     def look(self, memory: Memory, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:
-        return Pictures(*pictured(self.codec, message.codec, memory.exemplars, data, classes), {})
+        kept = whole(memory.held_out, memory.exemplars)
+        return Pictures(*pictured(self.codec, message.codec, kept, data, classes), {})
 
     def exposed(self, memory: Memory, data: LocalData, message: Model) -> Exposed:
-        return Exposed(*paired(self.codec, message.codec, memory.exemplars, data))
+        return Exposed(*paired(self.codec, message.codec, whole(memory.held_out, memory.exemplars), data))
 
 
 METHOD = Method(Config, Server, Client, Memory)

@@ -12,16 +12,15 @@ may have fewer. The direction is averaged as weights are, by samples with `weigh
 subtracted is fixed, and not learned.
 """
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fcil.blocks.augment import augmented
+from fcil.blocks.causal_effects import joint_cross_entropy, nearest, total_direct_effect
 from fcil.blocks.codec import named
 from fcil.blocks.exemplars import paired, pictured, rehearsed, room_for_one, with_replay
 from fcil.blocks.losses import distillation, masked
@@ -44,7 +43,7 @@ class Config:
     temperature: float = knob(2.0, "temperature of the distillation", above=0)
     decay: float = knob(0.9, "what is left after a step of the direction in which features gather", least=0, most=1)
     effect: float = knob(0.5, "share of a score's part along that direction which is subtracted", least=0)
-    exemplar_codec: str = knob("raw", "how exemplars are kept: raw, or klt, dct or webp and its bytes, as webp:300")
+    exemplar_codec: str = knob("raw", "how exemplars are kept: raw, or klt, trellis, dct or webp with bytes: webp:300")
 
 
 @record
@@ -99,7 +98,7 @@ class Server:
             self.state.weights = weights | {"direction": torch.zeros_like(weights["direction"])}
             self.state.new, self.state.old = (mask(own, len(self.state.new)) for own in (task.new, task.old))
         yield from fedavg(self, clients, Client.train)
-        clients.ask(clients.everyone(), Client.remember, self.broadcast())
+        clients.ask(clients.everyone(), Client.remember, replace(self.state, old_weights={}))
 
 
 class Client:
@@ -142,7 +141,7 @@ class Client:
         with torch.no_grad():
             net.direction.mul_(config.decay).add_(features.mean(0))
         logits = net.head(features)
-        learned = joint_cross_entropy(logits, near, batch, given.seen)
+        learned = joint_cross_entropy(logits, batch.labels, given.seen, near, batch.extra.get("real"))
         if "old" not in nets:
             return learned
         with torch.no_grad():
@@ -176,37 +175,6 @@ class Client:
 
     def exposed(self, memory: Memory, data: LocalData, message: Model) -> Exposed:
         return Exposed(*paired(self.codec, message.codec, memory.exemplars, data))
-
-
-def nearest(features: Tensor, new: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Return the rows of so many new images nearest to each image, itself left out, and which of them there really are.
-
-    Features are brought to length 1, and near is what has a small Euclidean distance. One new image is none.
-    """
-    unit, new = F.normalize(features.double()), new & (new.sum() > 1)
-    likeness = (unit @ unit.T).masked_fill(~new, -torch.inf).fill_diagonal_(-torch.inf)
-    short = number - min(number, len(unit))
-    values, rows = likeness.topk(number - short, 1)
-    return F.pad(rows, (0, short)), F.pad(values.isfinite(), (0, short))
-
-
-def joint_cross_entropy(logits: Tensor, near: Tensor | None, batch: Batch, seen: Tensor) -> Tensor:
-    """Cross-entropy of the mean of each image's probabilities and its neighbours' mean ones."""
-    own = masked(logits, seen).log_softmax(1).gather(1, batch.labels[:, None])[:, 0]
-    if near is None:
-        return -own.mean()
-    real = batch.extra["real"]
-    label = batch.labels[:, None, None].expand(-1, real.shape[1], 1)
-    among = (near.gather(2, label)[:, :, 0] * real).sum(1) / real.sum(1).clamp_min(1)
-    joint = torch.logaddexp(own, among.clamp_min(1e-30).log()) - math.log(2)  # log((p + q) / 2), from log p
-    return -torch.where(real.any(1), joint, own).mean()
-
-
-def total_direct_effect(features: Tensor, head: nn.Linear, direction: Tensor, share: Tensor) -> Tensor:
-    """Return the head's scores less a share of what they owe to the direction: |f| cos(f, e) times w . e, |e| = 1."""
-    unit = F.normalize(direction, dim=0)
-    scores: Tensor = head(features) - share * (features @ unit)[:, None] * (head.weight @ unit)
-    return scores
 
 
 METHOD = Method(Config, Server, Client, Memory)

@@ -12,7 +12,7 @@ fewer than four images goes without the term. Memory and means are as in fcil/me
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -62,7 +62,7 @@ class Config:
         choices=("images", "numbers"),
     )
     grid: int = knob(2, "side of the grid to which maps are averaged for the term; 1 is what the head sees", least=1)
-    exemplar_codec: str = knob("raw", "how exemplars are kept: raw, or klt, dct or webp and its bytes, as webp:300")
+    exemplar_codec: str = knob("raw", "how exemplars are kept: raw, or klt, trellis, dct or webp with bytes: webp:300")
 
 
 @record
@@ -97,7 +97,7 @@ class Server:
             self.state.old_weights = self.state.weights if task.old else {}
             self.state.new, self.state.old = (mask(own, len(self.state.new)) for own in (task.new, task.old))
         yield from fedavg(self, clients, Client.train)
-        replies = clients.ask(clients.everyone(), Client.remember, self.broadcast())
+        replies = clients.ask(clients.everyone(), Client.remember, replace(self.state, old_weights={}))
         self.state.means = class_means(replies.sum("sums"), replies.sum("counts"), self.state.means)
 
     def measured(self) -> dict[str, float | None]:

@@ -8,9 +8,8 @@ these images and keeps the model that classifies them best. Whoever has such gra
 
 Where this differs from the released code: exemplars are chosen when a task ends, not when the next one is noticed, for
 the model is the same, but by then the images are gone; none is chosen twice. The rise of the entropy that tells of a
-task is the paper's where it brings ten classes, and is scaled for other numbers; it is that of images as they are, also
-where exemplars have a codec. At most `prototypes` are rebuilt at a time. The learning rate follows the protocol; there
-it falls in some rounds and is back in the next.
+task is the paper's where it brings ten classes, and is scaled for other numbers. At most `prototypes` are rebuilt at a
+time. The learning rate follows the protocol; there it falls in some rounds and is back in the next.
 """
 
 import math
@@ -21,12 +20,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from fcil.blocks import prototype_gradients as sending
+from fcil.blocks.class_pace import compensated, related, unsureness
 from fcil.blocks.codec import named
 from fcil.blocks.exemplars import paired, passed, pictured, rehearsed, room_for_one, sources, with_replay
-from fcil.blocks.inversion import LeNet, perturbed
-from fcil.blocks.losses import binary_cross_entropies, masked, one_hot
-from fcil.blocks.prototype_gradients import ProxyServer, Search, rebuilt, typical, unnamed_gradients
-from fcil.blocks.training import features_of, in_parts, loaded, weights_of
+from fcil.blocks.inversion import LeNet
+from fcil.blocks.losses import masked
+from fcil.blocks.prototype_gradients import DECAY, Best, Choice, ProxyServer, Search
+from fcil.blocks.training import features_of, loaded, outputs_of, weights_of
 from fcil.federation.rounds import fit_codec, measure
 from fcil.knobs import knob
 from fcil.method import Answer, Batch, Clients, Exposed, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
@@ -34,7 +35,7 @@ from fcil.records import ByClass, Done, Weights, record, varying
 from fcil.scenario.tasks import LocalData, Task, mask
 from fcil.seeds import seed_of
 
-DECAY, ENTROPY_BYTES = 1e-5, 4
+ENTROPY_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,10 @@ class Config:
         choices=("entropy", "oracle"),
     )  # fmt: skip
     entropy_rise: float = knob(
-        1.2,
-        "rise that tells of a new task, in nats, where it brings ten classes; for n of them log10(n) times",
+        1.2, "rise that tells of a new task, in nats, where it brings ten classes; for n of them log10(n) times",
         above=0,
-    )
-    exemplar_codec: str = knob("raw", "how exemplars are kept: raw, or klt, dct or webp and its bytes, as webp:300")
+    )  # fmt: skip
+    exemplar_codec: str = knob("raw", "how exemplars are kept: raw, or klt, trellis, dct or webp with bytes: webp:300")
     perturb_steps: int = knob(50, "steps that a prototype takes down the local model's loss before it is used", least=0)
     perturb_lr: float = knob(0.2, "learning rate of that", least=0)
     prototypes: int = knob(50, "most prototypes that the server rebuilds at a time, of all classes alike", least=1)
@@ -65,26 +65,17 @@ class Config:
 
 
 @record
-class Model:
+class Model(Best):
     """What the server broadcasts."""
 
-    weights: Weights
-    best_1: Weights  # the best model of the last task; empty if there is none
-    best_2: Weights  # the best model since prototypes came
-    knows_1: Tensor  # classes that each of them has outputs of, as a mask
-    knows_2: Tensor
-    seen: Tensor  # classes that have come so far
-    noticed: bool  # whether prototypes of this task have come
     codec: Weights  # what was fitted of the exemplars' codec
 
 
 @record
-class State(Model):
-    """The server's own: beside that, what the proxy server keeps for itself."""
+class State(Choice):
+    """The server's own: beside that, what its proxy chooses models by."""
 
-    accuracy: float  # of the best model on the proxy set that it was chosen by
-    proxies: Tensor  # rebuilt prototypes, uint8, those of the last step at the end
-    labels: Tensor
+    codec: Weights
     signals: int  # how often a client noticed a new task since this one began
 
 
@@ -140,8 +131,8 @@ class Server:
         self.proxy = ProxyServer(net, setting.shape, setting.capacity, setting.augment, setting.device)
         nothing, none = mask((), setting.capacity), torch.zeros(0, *setting.shape, dtype=torch.uint8)
         self.state = State(
-            weights_of(net), {}, {}, nothing, nothing, nothing, False, {},
-            accuracy=0.0, proxies=none, labels=torch.zeros(0, dtype=torch.int64), signals=0,
+            weights_of(net), {}, {}, nothing, nothing, nothing, noticed=False, accuracy=0.0, proxies=none,
+            labels=torch.zeros(0, dtype=torch.int64), codec={}, signals=0,
         )  # fmt: skip
 
     @staticmethod
@@ -156,33 +147,21 @@ class Server:
         if clients.once("new classes"):
             self.state.seen, self.state.noticed, self.state.signals = mask(task.seen, len(self.state.seen)), False, 0
         for round in clients.rounds():
+            s, c = self.state, self.config
             chosen = clients.sample()
-            if self.config.task_detect == "entropy":  # all others watch; whoever trains has the model anyway
+            if c.task_detect == "entropy":  # all others watch; whoever trains has the model anyway
                 others = [client for client in clients.everyone() if client not in chosen]
-                self.state.signals += clients.ask(others, Client.notice, self.current(False)).sum("signals") or 0
+                s.signals += clients.ask(others, Client.notice, self.current()).sum("signals") or 0
             updates = clients.ask(chosen, Client.train, self.broadcast())
             sent = [row for update in updates for row in update.gradients.values()]
-            self.state.signals += sum(update.signals for update in updates)
-            self.state.weights = updates.mean("weights")
-            self.choose(sent, seed_of("proxies", task.index, round))
+            s.signals += sum(update.signals for update in updates)
+            s.weights, seed = updates.mean("weights"), seed_of("proxies", task.index, round)
+            self.proxy.choose(s, sent, c.prototypes, search(c, c.iterates), c.reset_best, seed)
             yield
         clients.ask(clients.everyone(), Client.remember, self.current())
 
-    def current(self, with_codec: bool = True) -> Current:
-        """Return the global model, and the codec for those who need it."""
-        return Current(self.state.weights, self.state.seen, self.state.codec if with_codec else {})
-
-    def choose(self, sent: list[Tensor], seed: int) -> None:
-        """Take over what prototypes came, and keep the global model if none was better on the proxy set."""
-        s, c = self.state, self.config
-        if sent:
-            s.proxies, s.labels = self.proxy.rebuilt(torch.stack(sent), c.prototypes, search(c, c.iterates), seed)
-            s.best_1, s.knows_1, s.noticed = s.best_2, s.knows_2, True
-            s.accuracy = 0.0 if c.reset_best else s.accuracy
-        if len(s.labels):
-            accuracy = self.proxy.accuracy(s.weights, s.seen, s.proxies, s.labels, seed)
-            if accuracy >= s.accuracy:
-                s.best_2, s.knows_2, s.accuracy = s.weights, s.seen, accuracy
+    def current(self) -> Current:
+        return Current(self.state.weights, self.state.seen, self.state.codec)
 
     def measured(self) -> dict[str, float | None]:
         """Say how often clients noticed a new task, and the best model's accuracy on the proxy set."""
@@ -203,7 +182,6 @@ class Client:
         self.config, self.setting, self.codec = config, setting, named(config.exemplar_codec, setting.shape)
         self.net, self.old = setting.classifier(), setting.classifier()
         self.lenet = LeNet(setting.shape, setting.capacity)
-        self.at_once = max(1, 2**17 // math.prod(setting.shape))  # images through a network at a time
         room_for_one(self.codec.size, setting.budget.per_client, "another exemplar_codec")
 
     def networks(self) -> dict[str, nn.Module]:
@@ -211,15 +189,15 @@ class Client:
 
     @remote
     def notice(self, memory: Memory, data: LocalData, message: Current) -> Noticed:
-        return Noticed(int(self.signal(memory, data, message.weights, message.seen)))
+        return Noticed(int(self.signal(memory, data, message)))
 
     @torch.no_grad()
-    def signal(self, memory: Memory, data: LocalData, weights: Weights, seen: Tensor) -> bool:
+    def signal(self, memory: Memory, data: LocalData, message: Current | Model) -> bool:
         """Tell whether a new task has come: the global model is far less sure of the images than when last asked."""
         if not len(data.labels):
             return False
-        p = masked(in_parts(loaded(self.net, weights), data.images, self.at_once), seen).softmax(1)
-        entropy = -(p * (p + 1e-5).log()).sum(1).mean().float()
+        images = passed(self.codec, message.codec, data)
+        entropy = unsureness(outputs_of(loaded(self.net, message.weights), images), message.seen)
         rise = float(entropy - memory.entropy.sum())
         if self.setting.budget.at(data.task) >= ENTROPY_BYTES:
             memory.entropy = entropy.view(1)
@@ -229,7 +207,7 @@ class Client:
     def train(self, memory: Memory, data: LocalData, message: Model) -> Training[Trained]:
         signal = not message.noticed
         if self.config.task_detect == "entropy":
-            signal = self.signal(memory, data, message.weights, message.seen)
+            signal = self.signal(memory, data, message)
         old, knows = (message.best_2, message.knows_2) if signal else (message.best_1, message.knows_1)
         load = {"net": message.weights} | ({"old": old} if old else {})
         pool = data.cached("pool", lambda _: Pool(*with_replay(self.codec, message.codec, memory.exemplars, data)))
@@ -243,33 +221,26 @@ class Client:
 
     def loss(self, nets: Nets, batch: Batch, given: Given) -> Tensor:
         logits = nets["net"](batch.images)
-        target = one_hot(batch.labels, logits)
-        weight = compensation(logits, batch.labels, given.learned)
-        labelled = (weight * binary_cross_entropies(logits, target, given.seen)).mean()
+        labelled = compensated(logits, batch.labels, given.seen, given.learned)
         if "old" not in nets:
             return labelled
         with torch.no_grad():
-            target = torch.where(given.knows, nets["old"](batch.images).sigmoid(), target)
-        kept = binary_cross_entropies(logits, target, given.seen).mean()
+            teacher = nets["old"](batch.images)
+        kept = related(logits, batch.labels, given.seen, teacher, given.knows)
         return self.config.compensate * labelled + self.config.distill * kept
 
     def gradients(self, data: LocalData, weights: Weights, message: Model) -> Weights:
         """Return what LeNet learns from a prototype of each class at hand, moved down the local model's loss."""
-        net, classes = loaded(self.net, weights), torch.tensor(data.classes(), device=data.labels.device)
-        images, target = self.prototypes(data, message), one_hot(classes, message.weights["head.bias"][None])
-
-        def loss(x: Tensor) -> Tensor:
-            return binary_cross_entropies(net(self.net.normalise.pixels(x)), target, message.seen)
-
-        start, c = self.net.normalise(images), self.config
-        images = perturbed(loss, start, c.perturb_steps, c.perturb_lr, DECAY)
-        return unnamed_gradients(self.lenet, images, classes, data.generator)
+        c, classes = self.config, torch.tensor(data.classes(), device=data.labels.device)
+        images = self.prototypes(data, weights, message)
+        images = sending.moved_down(self.net, images, classes, message.seen, c.perturb_steps, c.perturb_lr)
+        return sending.unnamed_gradients(self.lenet, images, classes, data.generator)
 
     @torch.no_grad()
-    def prototypes(self, data: LocalData, message: Model) -> Tensor:
-        """Return a typical image of each class, by the weights last loaded."""
-        shown = passed(self.codec, message.codec, data)
-        return typical(shown, data.labels, data.classes(), partial(features_of, self.net))
+    def prototypes(self, data: LocalData, weights: Weights, message: Model) -> Tensor:
+        """Return a typical image of each class."""
+        images, features = passed(self.codec, message.codec, data), partial(features_of, loaded(self.net, weights))
+        return sending.typical(images, data.labels, data.classes(), features)
 
     @remote
     @torch.no_grad()
@@ -292,27 +263,15 @@ class Client:
         """Show what comes of the gradients of prototypes, as the proxy server rebuilds them, beside the prototypes."""
         if not len(data.labels):
             return Exposed({}, {})
-        rows, shown = self.gradients(data, message.weights, message), passed(self.codec, message.codec, data)
-        real = data.images[sources(self.prototypes(data, message).flatten(1), shown.flatten(1))]
-        sent = torch.stack(list(rows.values()))
-        (pictures,), labels = rebuilt(self.lenet, sent, self.setting.shape, data.generator, search(self.config, 1))
-        return Exposed(
-            {j: image[None] for j, image in zip(data.classes(), real, strict=True)},
-            {j: picture[None] for j, picture in zip(labels.tolist(), pictures, strict=True)},
-        )
+        rows, images = self.gradients(data, message.weights, message), passed(self.codec, message.codec, data)
+        rebuilt = sending.shown(self.lenet, rows, self.setting.shape, data.generator, search(self.config, 1))
+        sent = self.prototypes(data, message.weights, message)
+        real = data.images[sources(sent.flatten(1), images.flatten(1))]
+        return Exposed({j: image[None] for j, image in zip(data.classes(), real, strict=True)}, rebuilt)
 
 
 def search(config: Config, iterates: int) -> Search:
     return Search(config.inversion_steps, config.inversion_inner, config.inversion_lr, iterates)
-
-
-def compensation(logits: Tensor, labels: Tensor, learned: Tensor) -> Tensor:
-    """Weigh images by how far their own output is from 1, over the mean of old or of new ones; if none is old, 1."""
-    off = (logits.detach().gather(1, labels[:, None])[:, 0].sigmoid() - 1).abs()
-    old = learned[labels].to(off)
-    means = [(off * kind).sum() / kind.sum().clamp_min(1) for kind in (old, 1 - old)]
-    mean = (old * means[0] + (1 - old) * means[1]).clamp_min(1e-12)
-    return torch.where(learned.any(), off / mean, 1.0)
 
 
 METHOD = Method(Config, Server, Client, Memory)

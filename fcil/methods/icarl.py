@@ -13,7 +13,7 @@ its own, the loss is a mean over the classes seen so far.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -52,7 +52,7 @@ class Config:
         "all that will come, the mean of the released code, which wants a larger lr",
         choices=("seen", "all"),
     )
-    exemplar_codec: str = knob("raw", "how exemplars are kept: raw, or klt, dct or webp and its bytes, as webp:300")
+    exemplar_codec: str = knob("raw", "how exemplars are kept: raw, or klt, trellis, dct or webp with bytes: webp:300")
     mask_absent_new: bool = knob(
         False, "leave out new classes that a client has no image of, which else are pushed down"
     )
@@ -91,7 +91,7 @@ class Server:
             self.state.old_weights = self.state.weights if task.old else {}
             self.state.new, self.state.old = (mask(own, len(self.state.new)) for own in (task.new, task.old))
         yield from fedavg(self, clients, Client.train)
-        replies = clients.ask(clients.everyone(), Client.remember, self.broadcast())
+        replies = clients.ask(clients.everyone(), Client.remember, replace(self.state, old_weights={}))
         self.state.means = class_means(replies.sum("sums"), replies.sum("counts"), self.state.means)
 
     def measured(self) -> dict[str, float | None]:

@@ -9,47 +9,33 @@ At the end, the proxies alone are fine-tuned on exemplars, equally many of each 
 
 The server looks at single proposals, and where a client has few images of a class, at their single features. The
 released code clamps each entry of a gradient to 5 in size; here the protocol bounds its norm, as for every method. How
-sharp the scores are is learned, but not from the paper's margin, which on hard images would turn it negative.
+sharp the scores are is learned, but unless `nca=printed` not from the margin, which on hard images turns it negative.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fcil.blocks.codec import named
-from fcil.blocks.exemplars import labels_of, paired, passed, pictured, recalled, rehearsed, room_for_one, with_replay
+from fcil.blocks.exemplars import paired, passed, pictured, rehearsed, replayed, room_for_one, with_replay
 from fcil.blocks.losses import masked
 from fcil.blocks.pooled_outputs import flat, spatial
-from fcil.blocks.proxies import clustered, nca, nca_of_the_code
+from fcil.blocks.proxies import Proposal, frozen, imprinted, nca, nca_as_printed, nca_of_the_code, proposed
 from fcil.blocks.training import by_class, features_of, loaded, weights_of
 from fcil.federation.rounds import fit_codec, measure
 from fcil.knobs import knob
-from fcil.method import (
-    Answer,
-    Batch,
-    Clients,
-    Exposed,
-    Fit,
-    Method,
-    Nets,
-    Pictures,
-    Pool,
-    Replies,
-    Setting,
-    Training,
-    remote,
-)
+from fcil.method import Answer, Batch, Clients, Exposed, Fit, Method, Nets, Pictures, Pool, Setting, Training, remote
 from fcil.networks import ProxyClassifier
 from fcil.networks.heads import pooled
-from fcil.records import ByClass, Done, Update, Weights, record, varying
+from fcil.records import ByClass, Done, Update, Weights, record
 from fcil.scenario.tasks import LocalData, Task, mask
-from fcil.seeds import seed_of
 
 PROXIES = "head.weight"  # by which name they travel
+FORMULAS = {"paper": nca, "printed": nca_as_printed, "code": nca_of_the_code}
 
 
 @dataclass(frozen=True)
@@ -66,14 +52,16 @@ class Config:
         choices=("distance", "cosine"),
     )
     nca: str = knob(
-        "paper", "the classification loss: the paper's formula, or what its code does", choices=("paper", "code")
+        "paper",
+        "classification loss: the paper's formula; printed, where the margin teaches eta, too; or what the code does",
+        choices=("paper", "printed", "code"),
     )
     margin: float = knob(0.6, "by how much the label's similarity is to exceed the others'", least=0)
     tune_share: float = knob(
         0.125, "rounds of fine-tuning after a task but the first, as a share of its rounds", least=0
     )
     tune_lr: float = knob(0.05, "learning rate of the fine-tuning", above=0)
-    exemplar_codec: str = knob("raw", "how exemplars are kept: raw, or klt, dct or webp and its bytes, as webp:300")
+    exemplar_codec: str = knob("raw", "how exemplars are kept: raw, or klt, trellis, dct or webp with bytes: webp:300")
 
 
 @record
@@ -85,14 +73,6 @@ class Model:
     new: Tensor  # classes of this task, as a mask
     old: Tensor  # classes of earlier tasks
     codec: Weights  # what was fitted of the exemplars' codec
-
-
-@record
-class Proposal:
-    """Centres of a client's features of each new class, and how many images each stands for."""
-
-    centres: ByClass = varying("rows")
-    counts: ByClass = varying("rows")
 
 
 @record
@@ -133,37 +113,21 @@ class Server:
             self.state.old_weights = self.state.weights if task.old else {}
             self.state.new, self.state.old = (mask(own, len(self.state.new)) for own in (task.new, task.old))
             if task.old:
-                self.imprint(task, clients.ask(clients.everyone(), Client.propose, self.broadcast()))
+                proposals = clients.ask(clients.everyone(), Client.propose, replace(self.state, old_weights={}))
+                proxies = imprinted(self.state.weights[PROXIES], task, proposals)
+                self.state.weights = self.state.weights | {PROXIES: proxies}
         for _ in clients.rounds():
-            updates = clients.ask(clients.sample(), Client.train, self.broadcast())
-            self.state.weights = self.with_old_proxies(updates.mean("weights"))
+            trained = clients.ask(clients.sample(), Client.train, self.broadcast()).mean("weights")
+            proxies = frozen(trained[PROXIES], self.state.weights[PROXIES], self.state.old)
+            self.state.weights = trained | {PROXIES: proxies}
             yield
         if clients.once("remember"):
-            clients.ask(clients.everyone(), Client.remember, self.broadcast())
+            clients.ask(clients.everyone(), Client.remember, replace(self.state, old_weights={}))
         if task.old and self.tune_rounds:
             for _ in clients.rounds(self.tune_rounds, "tune"):
-                updates = clients.ask(clients.sample(), Client.tune, self.broadcast())
+                updates = clients.ask(clients.sample(), Client.tune, replace(self.state, old_weights={}))
                 self.state.weights = {**self.state.weights, **updates.mean("weights")}
                 yield
-
-    def with_old_proxies(self, weights: Weights) -> Weights:
-        """Put old proxies back, which have had no gradient, but weight decay."""
-        trained, old = weights[PROXIES], self.state.old[:, None, None]
-        proxies = torch.where(old.to(trained.device), self.state.weights[PROXIES].to(trained), trained)
-        return {**weights, PROXIES: proxies}
-
-    def imprint(self, task: Task, proposals: Replies[Proposal]) -> None:
-        """Take proxies of new classes from the clients' centres, as long as old ones; without any, they stay random."""
-        proxies = self.state.weights[PROXIES].clone()
-        length = proxies[list(task.old)].norm(dim=2).mean()
-        for j in task.new:
-            own = [(reply.centres[j], reply.counts[j]) for reply in proposals if j in reply.centres]
-            if own:
-                centres, counts = (torch.cat(parts) for parts in zip(*own, strict=True))
-                found, _ = clustered(centres, counts, len(proxies[j]), seed_of("imprint", task.index, j))
-                rows = torch.arange(len(proxies[j])) % len(found)  # where there are too few, some stand twice
-                proxies[j] = length * F.normalize(found[rows]).to(proxies)
-        self.state.weights = {**self.state.weights, PROXIES: proxies}
 
 
 class Client:
@@ -183,13 +147,9 @@ class Client:
     @torch.no_grad()
     def propose(self, memory: Memory, data: LocalData, message: Model) -> Proposal:
         loaded(self.net, message.weights)
-        images, reply = passed(self.codec, message.codec, data), Proposal({}, {})
+        images = passed(self.codec, message.codec, data)
         own = {j: images[data.labels == j] for j in data.classes() if j in data.task.new}
-        for j, features in by_class(self.features, own).items():
-            seed = torch.randint(2**31, (), generator=data.generator, device=data.generator.device).item()
-            each = torch.ones(len(features), device=features.device)
-            reply.centres[j], reply.counts[j] = clustered(F.normalize(features), each, self.config.proxies, int(seed))
-        return reply
+        return proposed(by_class(partial(features_of, self.net), own), self.config.proxies, data.generator)
 
     @remote
     def train(self, memory: Memory, data: LocalData, message: Model) -> Training[Update]:
@@ -201,26 +161,16 @@ class Client:
     @remote
     @torch.no_grad()
     def remember(self, memory: Memory, data: LocalData, message: Model) -> Done:
-        loaded(self.net, message.weights)
-        room = self.setting.budget.at(data.task)
-        memory.exemplars = rehearsed(self.codec, message.codec, memory.exemplars, data, self.features, room)
+        features, room = partial(features_of, loaded(self.net, message.weights)), self.setting.budget.at(data.task)
+        memory.exemplars = rehearsed(self.codec, message.codec, memory.exemplars, data, features, room)
         return Done()
 
     @remote
     def tune(self, memory: Memory, data: LocalData, message: Model) -> Training[Update]:
-        pool = data.cached("exemplars", lambda _: self.exemplars(memory, data, message))
+        pool = data.cached("exemplars", lambda _: Pool(*replayed(self.codec, message.codec, memory.exemplars, data)))
         load, head = {"net": message.weights}, ("net.head",)
         trained = yield Fit(self.tuning_loss, load, head, pool, self.config.tune_lr, given(message))
         return Update({PROXIES: trained.weights[PROXIES]}, trained.count)
-
-    def exemplars(self, memory: Memory, data: LocalData, message: Model) -> Pool:
-        """Return exemplars of all classes, new ones included."""
-        kept = recalled(self.codec, message.codec, memory.exemplars)
-        return Pool(torch.cat([data.images[:0], *kept.values()]), labels_of(kept).to(data.labels))
-
-    def features(self, images: Tensor) -> Tensor:
-        """Return features with the weights last loaded."""
-        return features_of(self.net, images)
 
     def loss(self, nets: Nets, batch: Batch, given: Given) -> Tensor:
         maps = nets["net"].stages(batch.images)
@@ -237,8 +187,7 @@ class Client:
         return self.classification(nets, nets["net"](batch.images), batch.labels, given)
 
     def classification(self, nets: Nets, scores: Tensor, labels: Tensor, given: Given) -> Tensor:
-        formula = nca if self.config.nca == "paper" else nca_of_the_code
-        return formula(scores, labels, given.seen, nets["net"].scale, self.config.margin)
+        return FORMULAS[self.config.nca](scores, labels, given.seen, nets["net"].scale, self.config.margin)
 
     def predict(self, message: Model, images: Tensor) -> Tensor:
         return masked(loaded(self.net, message.weights)(images), message.new | message.old)

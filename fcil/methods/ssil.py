@@ -17,17 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fcil.blocks.codec import Fitted, named
-from fcil.blocks.exemplars import (
-    labels_of,
-    paired,
-    passed,
-    pictured,
-    quotas,
-    recalled,
-    room_for_one,
-    shuffled_rows,
-    updated,
-)
+from fcil.blocks.exemplars import paired, passed, pictured, quotas, replayed, room_for_one, shuffled_rows, updated
 from fcil.blocks.losses import masked
 from fcil.blocks.training import loaded, weights_of
 from fcil.federation.rounds import fedavg, fit_codec, measure
@@ -44,7 +34,7 @@ class Config:
     lr: float = knob(0.1, "learning rate of the clients' SGD", above=0)
     temperature: float = knob(2.0, "temperature of the distillation", above=0)
     ratio: float = knob(4.0, "new images in a batch for each exemplar in it", above=0)
-    exemplar_codec: str = knob("raw", "how exemplars are kept: raw, or klt, dct or webp and its bytes, as webp:300")
+    exemplar_codec: str = knob("raw", "how exemplars are kept: raw, or klt, trellis, dct or webp with bytes: webp:300")
 
 
 @record
@@ -109,12 +99,10 @@ class Client:
 
     def replay(self, memory: Memory, data: LocalData, message: Model) -> Pool:
         """Return the exemplars of classes that are not at hand; batches of them start over where they are few."""
-        own = recalled(
-            self.codec, message.codec, {j: c for j, c in memory.exemplars.items() if j not in data.classes()}
-        )
-        images = torch.cat([data.images[:0], *own.values()])
+        own = {j: codes for j, codes in memory.exemplars.items() if j not in data.classes()}
+        images, labels = replayed(self.codec, message.codec, own, data)
         size = max(1, round(self.setting.protocol.batch_size / self.config.ratio))
-        return Pool(images, labels_of(own).to(data.labels), batch_size=size)
+        return Pool(images, labels, batch_size=size)
 
     def loss(self, nets: Nets, batch: Batch, came: Tensor) -> Tensor:
         """Separated softmax, and distillation of each earlier task; both on new images and exemplars alike."""
