@@ -186,6 +186,14 @@ def test_single_steps_from_a_rate_far_too_high_do_not_raise_the_energy(start: st
         p = then
 
 
+@pytest.mark.parametrize("apart", [1e-2, 1e-4, 1e-6])
+def test_points_too_near_for_the_longest_step_still_part(apart: float) -> None:
+    start = apart * normal(4, 1, seed=1)  # on a line the longest step carries one right through another
+    end = lennard_jones(start, normal(2, 1, seed=2), 1.0)
+    assert energy(end, normal(2, 1, seed=2), 1.0) < 1e-12 * energy(start, normal(2, 1, seed=2), 1.0)
+    assert (end - start).norm(dim=1).min() > 0.01
+
+
 @pytest.mark.parametrize("place", [lennard_jones, printed_alignment, repulsion])
 def test_old_points_stay_and_act_on_new_ones(place: Callable[..., Tensor]) -> None:
     p, still = 0.3 * normal(3, 4), 0.3 * normal(2, 4, seed=1)

@@ -124,9 +124,14 @@ def lennard_jones(
             break
         there = p - _capped(rate * slope, sigma)
         then, its_slope = energy_and_gradient(there, still, sigma, depth)
+        before, longest = rate, LONGEST_STEP
         while not then <= now and rate > 1e-12:
             rate /= 2
             there = p - _capped(rate * slope, sigma)
+            then, its_slope = energy_and_gradient(there, still, sigma, depth)
+        while not then <= now and longest > 1e-12:  # points so near that at any rate the longest step is too long
+            rate, longest = before, longest / 2
+            there = p - _capped(rate * slope, sigma, longest)
             then, its_slope = energy_and_gradient(there, still, sigma, depth)
         if not then <= now:
             break
@@ -176,11 +181,11 @@ def _towards(moving: Tensor, fixed: Tensor, weight: Tensor) -> Tensor:
     return weight.sum(1, keepdim=True) * moving - weight @ torch.cat([moving, fixed])
 
 
-def _capped(step: Tensor, sigma: float) -> Tensor:
-    """Shorten each point's step to at most 0.05 sigma; scaled first, so that no square leaves all numbers."""
+def _capped(step: Tensor, sigma: float, longest: float = LONGEST_STEP) -> Tensor:
+    """Shorten each point's step to at most so many sigma; scaled first, so that no square leaves all numbers."""
     scale = step.abs().amax(1, keepdim=True).clamp_min(1e-300)
     length = (step / scale).norm(dim=1, keepdim=True)
-    return step / scale * torch.minimum(scale, LONGEST_STEP * sigma / length.clamp_min(1.0))
+    return step / scale * torch.minimum(scale, longest * sigma / length.clamp_min(1.0))
 
 
 ALIGNMENTS = {"lennard-jones": lennard_jones, "printed": printed_alignment, "rfa": repulsion}
