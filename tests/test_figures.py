@@ -330,7 +330,8 @@ def test_a_figure_in_a_file_says_what_was_run(tmp_path: Path, monkeypatch: pytes
 def test_without_a_browser_one_sentence_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "runs", "hr")
     monkeypatch.setenv("BROWSER_PATH", str(tmp_path / "none"))
-    with pytest.raises(UserError, match="drawn by a browser, Chrome or Chromium, and none could be started; .*apt-get install chromium"):
+    said = "drawn by a browser, Chrome or Chromium, and none could be started; .*apt-get install chromium"
+    with pytest.raises(UserError, match=said):
         write_figures([tmp_path / "runs"], tmp_path / "out")
 
 
