@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,10 +46,10 @@ Settings = Annotated[
 ]
 LISTS = ("class_order", "dp_clip")  # settings whose value may have commas of its own: no axis of a sweep
 HOW = ("resume", "device", "workers", "eager", "tensorboard")  # how a run is done, not what it is
+PATHS = ("--data", "--out", "--resume", "--tensorboard", "--nodes", "--json", "--tls", "--key", "--ca", "--state")
 NOT_FOR_NODES = ("benchmark", "data", "clients", "workers", "eager", "tensorboard")
-Workers = Annotated[
-    int, typer.Option(help="Clients that compute at a time: processes on a CPU, streams on a GPU; 0 chooses.", min=0)
-]
+WORKERS = "Clients that compute at a time, at most those of a round: processes on a CPU, streams on a GPU; 0 chooses."
+Workers = Annotated[int, typer.Option(help=WORKERS, min=0)]
 
 
 @app.command(cls=RunCommand, short_help="Run a method; the same command again goes on.")
@@ -98,10 +98,11 @@ def run(
     elif nodes:
         if others := [_option(name) for name in typed if name in NOT_FOR_NODES]:
             raise UserError(f"--nodes are asked one by one for their own images; leave out {', '.join(others)}")
+        from fcil.deploy.local import on_nodes
         from fcil.deploy.plans import deployed
 
         given = {key: n for key, n in (("tasks", tasks), ("active", active)) if n is not None}
-        wanted = deployed(method, protocol or None, seed, {**given, **settings}, capacity, _command())
+        wanted = on_nodes(deployed(method, protocol or None, seed, {**given, **settings}, capacity, _command()), nodes)
         folder = out or wanted.folder()
     else:
         if "capacity" in typed:
@@ -336,6 +337,7 @@ for later, words in (
 def main() -> None:
     """Run the command line; what a user can mend is said in one sentence, without a traceback."""
     with plain_errors():
+        _check_paths(sys.argv[1:])
         code = app(prog_name="fcil", standalone_mode=False)
     sys.exit(code)
 
@@ -350,7 +352,10 @@ def _execute(
     the_device(device)
     if finished(folder, wanted):
         return console.print(f"{folder} is finished; this is what came out", soft_wrap=True)
-    lines = execute(wanted, folder, device, workers=workers, eager=eager, ready=lambda: show_plan(wanted))
+    lines = execute(
+        wanted, folder, device, workers=workers, eager=eager, ready=lambda: show_plan(wanted),
+        told=lambda sentence: console.print(sentence, soft_wrap=True),
+    )  # fmt: skip
     try:
         follow(mirrored(lines, tensorboard) if tensorboard else lines, wanted, console)
     except KeyboardInterrupt:
@@ -365,6 +370,16 @@ def _execute(
         raise UserError(NO_ROOM) from None
     finally:
         lines.close()  # type: ignore[attr-defined]
+
+
+def _check_paths(words: list[str]) -> None:
+    """Refuse a path that is empty: it would be the folder that one is in, or the same as none."""
+    for word, after in pairwise([*words, "-"]):
+        name, equals, value = word.partition("=")
+        if name in PATHS and not (value if equals else after):
+            raise UserError(
+                f"{name} is empty, as a shell's variable is that nobody has set; give it a path, or leave it out"
+            )
 
 
 def _typed(ctx: typer.Context) -> list[str]:

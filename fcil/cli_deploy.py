@@ -209,8 +209,17 @@ def simulate(wanted: "Plan", folder: Path, folders: list[Path], capacity: int, d
     terms.write(folder)
     console.print(f"{wanted.name} on {count(len(nodes), 'node')}, simulated here; seed {wanted.seed}", soft_wrap=True)
 
+    written, going_on = log_to(folder / "server.log"), (folder / "ledger.jsonl").exists()
+
+    def log(sentence: str) -> None:
+        written(sentence)
+        if going_on:  # until it does, what is logged is where
+            console.print(sentence, soft_wrap=True)
+
     def all_of_it() -> None:
-        for line in lines_of(wanted, folder, LocalWire(nodes), terms.rules, log_to(folder / "server.log"), capacity):
+        nonlocal going_on
+        for line in lines_of(wanted, folder, LocalWire(nodes), terms.rules, log, capacity):
+            going_on = False
             if line["kind"] == "task":
                 console.print(said(line), soft_wrap=True)
 

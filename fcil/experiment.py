@@ -10,10 +10,11 @@ import errno
 import fcntl
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from fcil.records import flatten, unflatten, write_tensors
 from fcil.results.gallery import Gallery, pictured, save_grid, shown
 from fcil.results.ledger import Ledger, read, result_of
 from fcil.results.runs import FORMAT, read_result
+from fcil.scenario.datasets import Dataset, load
 from fcil.scenario.memory import NODES, budget
 from fcil.scenario.scenario import Scenario
 from fcil.scenario.tasks import Task
@@ -81,8 +83,14 @@ def finished(folder: Path, wanted: Plan) -> bool:
     if other.method == wanted.method and other.source != wanted.source:
         raise UserError(f"{wanted.name} has changed since {folder} was begun; choose a different --out, or remove it")
     if not other.same_as(wanted):
-        raise UserError(f"{folder} holds another run ({other.command}); choose a different --out, or remove it")
-    return "result.json" in names and bool(read_result(folder))
+        what = other.other_than(wanted)
+        raise UserError(f"{folder} holds another run{what}; choose a different --out, or remove it")
+    if "result.json" not in names:
+        return False
+    again = other.images and not wanted.images  # what --resume only shows needs no images
+    if again and os.path.exists(other.benchmark.dataset):
+        _check_images(other, load(other.benchmark.dataset, other.benchmark.image_size), folder)
+    return bool(read_result(folder))
 
 
 def execute(
@@ -93,21 +101,29 @@ def execute(
     workers: int = 0,
     eager: bool = False,
     ready: Callable[[], None] = lambda: None,
+    told: Callable[[str], None] = lambda sentence: None,
 ) -> Iterator[Line]:
     """Do a run, or what is left of it, in `folder`; yield the ledger's new lines as they are written.
 
     `workers` clients compute at a time (0 chooses); `eager` trains in a plain loop on a GPU, too. `ready` is called
-    when nothing is left to refuse, before anything is trained.
+    when nothing is left to refuse, before anything is trained; then `told`, if the run was begun before, with where it
+    goes on.
     """
     with said_plainly(folder), locked(folder), threads(1):  # a server computes little; evaluation takes all cores
         reset_peak()
+        _check_source(wanted, folder)
         parts = assemble(wanted, device, workers=workers, eager=eager)
         parts.door.journal = partial(append_line, folder / "releases.log")
-        if not (folder / "config.toml").exists():
-            write_text(folder / "config.toml", wanted.to_toml())
+        if (folder / "config.toml").exists():
+            _check_images(Plan.read(folder), parts.scenario.dataset, folder)
+        else:
+            write_text(folder / "config.toml", replace(wanted, images=parts.scenario.dataset.digest).to_toml())
         checkpoints = Checkpoints(folder / "checkpoint", every)
         try:
             counts, path = _restore(wanted, parts, checkpoints, folder), folder / "ledger.jsonl"
+            where = _place(parts.door.cursor) if counts else ""
+            if not counts and (checkpoints.number or path.exists()):
+                where = "no checkpoint can be read" if checkpoints.number else "no checkpoint had been written yet"
             if not counts and path.exists():
                 path.replace(folder / "ledger.jsonl.lost")  # no checkpoint is whole: the run starts over
                 Gallery.set_aside(folder)
@@ -115,6 +131,8 @@ def execute(
                 if ledger.offset == 0:
                     ledger.append(_first_line(wanted, parts))
                 ready()
+                if where:
+                    told(f"goes on after {where}" if counts else f"{where}: the run begins anew")
                 for line in learn(parts.scenario, parts.server, parts.door, parts.engine):
                     ledger.append(line)
                     if line["kind"] == "task" and hasattr(parts.engine.client, "look"):
@@ -193,9 +211,9 @@ def restored(folder: Path, device: str = "auto") -> tuple[Plan, Parts]:
         raise UserError(f"{folder} is a deployment's: the images and memories are its nodes' own, and are not here")
     if not (folder / "result.json").exists():
         raise UserError(f"{folder} is not finished; finish it with: fcil run --resume {quoted(folder)}")
-    if wanted.source and wanted.source != sha256(Path(wanted.method)):
-        raise UserError(f"{wanted.name} has changed since {folder} was begun; put it back as it was")
+    _check_source(wanted, folder)
     parts = assemble(wanted, device, workers=1)
+    _check_images(wanted, parts.scenario.dataset, folder)
     found = _restore(wanted, parts, Checkpoints(folder / "checkpoint"), folder)
     if not found or parts.door.cursor.task < len(parts.scenario.tasks):
         raise UserError(
@@ -203,6 +221,29 @@ def restored(folder: Path, device: str = "auto") -> tuple[Plan, Parts]:
             f"one, so repeat the run with: {repeating(wanted, folder)}"
         )
     return wanted, parts
+
+
+def _check_source(wanted: Plan, folder: Path) -> None:
+    """Refuse to go on with a method of the user's own that is another one by now."""
+    if wanted.source and wanted.source != sha256(Path(wanted.method)):
+        raise UserError(f"{wanted.name} has changed since {folder} was begun; put it back as it was")
+
+
+def _check_images(begun: Plan, data: Dataset, folder: Path) -> None:
+    """Refuse to go on with images of the user's own that are others by now; runs from before this know no digest."""
+    if begun.images and begun.images != data.digest:
+        raise UserError(
+            f"the images in {begun.benchmark.dataset} have changed since {folder} was begun; put them back as they "
+            f"were, or choose a different --out"
+        )
+
+
+def _place(cursor: Cursor) -> str:
+    """Say how far a run has come, such as "round 7 of task 2"."""
+    if not cursor.rounds:
+        return f"task {cursor.task}" if cursor.task else "its beginning"
+    stage, done = list(cursor.rounds.items())[-1]
+    return f"{'' if stage == 'train' else f'{stage} '}round {done} of task {cursor.task + 1}"
 
 
 def _restore(wanted: Plan, parts: Parts, checkpoints: Checkpoints, folder: Path) -> int:

@@ -21,10 +21,12 @@ def knob(
     least: float | None = None,
     above: float | None = None,
     most: float | None = None,
+    below: float | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
     """Declare a dataclass field with a `meaning` and the values it allows."""
-    return field(default=default, metadata={"meaning": meaning, "range": (least, above, most), "choices": choices})
+    limits = (least, above, most, below)
+    return field(default=default, metadata={"meaning": meaning, "range": limits, "choices": choices})
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Knob:
     least: float | None
     above: float | None
     most: float | None
+    below: float | None
     choices: tuple[str, ...]
 
     @property
@@ -51,7 +54,12 @@ class Knob:
             return "any text"
         bounds = [
             f"{word} {limit:g}"
-            for word, limit in (("at least", self.least), ("above", self.above), ("at most", self.most))
+            for word, limit in (
+                ("at least", self.least),
+                ("above", self.above),
+                ("at most", self.most),
+                ("below", self.below),
+            )
             if limit is not None
         ]
         return " ".join(["whole numbers" if self.kind is int else "numbers", " and ".join(bounds)]).strip()
@@ -80,6 +88,7 @@ class Knob:
             and (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
             and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
         )
 
     def _refusal(self, value: Any) -> UserError:
@@ -93,10 +102,10 @@ def knobs(cls: type) -> dict[str, Knob]:
     kinds = get_type_hints(cls)
     found = {}
     for f in fields(cls):
-        least, above, most = f.metadata.get("range", (None, None, None))
+        least, above, most, below = f.metadata.get("range", (None, None, None, None))
         default = None if f.default is MISSING else f.default
         meaning, choices = f.metadata.get("meaning", ""), f.metadata.get("choices", ())
-        found[f.name] = Knob(f.name, kinds[f.name], default, meaning, least, above, most, choices)
+        found[f.name] = Knob(f.name, kinds[f.name], default, meaning, least, above, most, below, choices)
     return found
 
 

@@ -5,8 +5,8 @@ import json
 import platform
 import shlex
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 FIXED = {Protocol: {"name"}, Benchmark: {"name", "protocol"}}  # what is chosen by name, and no knob
 LONGEST = 160  # bytes of a folder's name, which systems limit
+MOST_TOLD = 4  # settings that are named where a run is another one
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class Plan:
     settings: dict[str, str] = field(default_factory=dict)  # what was set beyond the defaults
     command: str = ""
     source: str = ""  # digest of the user's own method file
+    nodes: tuple[str, ...] = ()  # folders of simulated nodes, by name, which gives them their numbers
+    images: str = ""  # digest of the user's own images, as a run that has begun has loaded them
 
     def folder(self, root: Path = Path("runs")) -> Path:
         """Return where such a run belongs: BENCHMARK/METHOD/SEED, with what was set beside the method's name."""
@@ -54,9 +57,22 @@ class Plan:
 
     def same_as(self, other: "Plan") -> bool:
         """Tell whether two plans describe the same run, however it was typed."""
-        typed = {"command", "settings"}  # a user's own Config is a new class whenever its file is read
+        typed = {"command", "settings", "images"}  # a user's own Config is a new class whenever its file is read
         mine, theirs = ({k: v for k, v in asdict(p).items() if k not in typed} for p in (self, other))
         return mine == theirs
+
+    def other_than(self, wanted: "Plan") -> str:
+        """Say, behind the words "another run", what is other in this plan than in the one that is wanted."""
+        if self.method != wanted.method:
+            return f" ({self.command})"
+        if self.nodes != wanted.nodes:
+            names = [Path(node).name for node in self.nodes]
+            alike = names == [Path(node).name for node in wanted.nodes]  # in other places
+            return f" (nodes {', '.join(self.nodes if alike else names)})" if names else " (nodes of `fcil serve`)"
+        mine, theirs = (_flat(plan) for plan in (self, wanted))
+        moved = [f"{k} was {_text(v)}, now {_text(theirs[k])}" for k, v in mine.items() if v != theirs.get(k, v)]
+        more = [f"and {len(moved) - MOST_TOLD} more"] if len(moved) > MOST_TOLD else []
+        return f": {'; '.join([*moved[:MOST_TOLD], *more])}" if moved else f" ({self.command})"
 
     def to_toml(self) -> str:
         """Write the plan down."""
@@ -68,6 +84,8 @@ class Plan:
             "seed": self.seed,
             "command": self.command,
             "source": self.source,
+            **({"nodes": list(self.nodes)} if self.nodes else {}),
+            **({"images": self.images} if self.images else {}),
         }
         versions = {"fcil": __version__, "torch": torch.__version__, "python": platform.python_version()}
         tables = {
@@ -93,7 +111,8 @@ class Plan:
             raise UserError(f"{path} cannot be read ({error.strerror})") from None
         except UnicodeDecodeError as error:
             raise UserError(f"{path} is damaged ({error}); start the run again in another folder") from None
-        return Plan.parse(text, path)
+        found = Plan.parse(text, path)
+        return found if found.nodes else replace(found, nodes=_nodes_beside(path))
 
     @staticmethod
     def parse(text: str, path: Path, advice: str = "start the run again in another folder (--out)") -> "Plan":
@@ -117,6 +136,8 @@ class Plan:
                 dict(content["settings"]),
                 str(content["command"]),
                 str(content.get("source", "")),
+                tuple(map(str, content.get("nodes", ()))),
+                str(content.get("images", "")),
             )
         except UserError as error:
             raise UserError(f"{path}: {error}; if fcil has changed since, {advice}") from None
@@ -145,6 +166,10 @@ def plan(
         raise UserError(f"the protocol is no setting; choose it with --protocol {'|'.join(benchmarks.PROTOCOLS)}")
     bases = (config, chosen, known)
     made = turned(bases, words, Path(name).name)
+    if made[1].quorum > made[2].active:
+        raise UserError(
+            f"quorum={made[1].quorum} is not allowed with active={made[2].active}; quorum takes 0 to {made[2].active}"
+        )
     _check_privacy(method(name), made[0], made[1])
     if known.name in benchmarks.BENCHMARKS:  # a knob turned to where it stood is no other run
         moved = {
@@ -233,6 +258,26 @@ def _check_privacy(of: "Method", config: Any, protocol: Protocol) -> None:
 def about(name: str) -> str:
     """Return the sentence that says what a method is."""
     return METHODS[name].sentence if name in METHODS else "a method of your own"
+
+
+def in_order(nodes: Iterable[Path]) -> tuple[str, ...]:
+    """Return the nodes of a simulation as a plan has them: a node has its number by its name, however it was typed."""
+    return tuple(map(str, sorted(nodes, key=lambda node: (node.name, node))))
+
+
+def _nodes_beside(config: Path) -> tuple[str, ...]:
+    """Return the nodes of a simulation whose config.toml is of a time when only deploy.json had them."""
+    try:
+        return in_order(map(Path, json.loads((config.parent / "deploy.json").read_text())["nodes"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()
+
+
+def _flat(plan: Plan) -> dict[str, Any]:
+    """Return all that decides a run, by name."""
+    own = {"seed": plan.seed, **asdict(plan.config)}
+    b, p = asdict(plan.benchmark), asdict(plan.protocol)
+    return {**b, **p, **own, "name": "", "benchmark": b["name"], "protocol": p["name"]}
 
 
 def _text(value: Any) -> str:

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.typed import TINY, done, ended, fingerprint, lines_in, matrix, start, typed, wait_for
+from fcil.experiment import _place
+from fcil.federation.clients import Cursor
+from fcil.methods import finetune
+from tests.typed import TINY, class_folders, done, ended, fingerprint, lines_in, matrix, start, typed, wait_for
 
 SLOW = "--set tasks=2 --set rounds=25 --set steps=3"
 
@@ -147,6 +150,7 @@ def stopped(tmp_path: Path, whole: Path) -> Path:
 def test_the_same_command_goes_on(stopped: Path, whole: Path) -> None:
     said = done(f"run joint {SLOW} --out {stopped}")
     assert "task 1 of 2 learned" not in said.out and "task 2 of 2 learned" in said.out
+    assert "seed 0\ngoes on after round 25 of task 1\n" in said.out or "seed 0\ngoes on after task 1\n" in said.out
     assert matrix(stopped) == matrix(whole)
 
 
@@ -156,8 +160,68 @@ def test_torn_files_are_not_trusted(stopped: Path, whole: Path) -> None:
     for path in (stopped / "checkpoint").glob("state-*"):
         path.write_bytes(path.read_bytes()[:-9])
     said = done(f"run --resume {stopped}")
-    assert "task 1 of 2 learned" in said.out  # with no whole checkpoint it begins again
+    assert "\nno checkpoint can be read: the run begins anew\n" in said.out
+    assert "task 1 of 2 learned" in said.out
     assert matrix(stopped) == matrix(whole)
+
+
+def test_what_was_killed_before_anything_was_saved_begins_anew(stopped: Path, whole: Path) -> None:
+    shutil.rmtree(stopped / "checkpoint")
+    assert "\nno checkpoint had been written yet: the run begins anew\n" in done(f"run --resume {stopped}").out
+    assert matrix(stopped) == matrix(whole)
+    for name in ("result.json", "ledger.jsonl", "ledger.jsonl.lost"):
+        (stopped / name).unlink()
+    shutil.rmtree(stopped / "checkpoint")  # as where somebody's config.toml is repeated
+    assert "anew" not in done(f"run --resume {stopped}").out
+
+
+@pytest.mark.parametrize(
+    ("cursor", "said"),
+    [
+        (Cursor(1, rounds={"train": 7}), "round 7 of task 2"),
+        (Cursor(0, rounds={"train": 9, "bias": 2}), "bias round 2 of task 1"),
+        (Cursor(3), "task 3"),
+        (Cursor(), "its beginning"),
+    ],
+)
+def test_where_a_run_goes_on(cursor: Cursor, said: str) -> None:
+    assert _place(cursor) == said
+
+
+def test_ones_own_images_may_not_change_under_a_run(tmp_path: Path) -> None:
+    data, run = class_folders(tmp_path / "mine"), f"--clients 3 {SLOW} --out {tmp_path}/run"
+    done(f"run joint --data {data} {run}")
+    again = data / "class0" / "again.png"
+    shutil.copy(data / "class1" / "0.png", again)
+    for line in (f"run joint --data {data} {run}", f"audit {tmp_path}/run"):
+        said = typed(line)
+        assert said.code == 2 and f"images in {data} have changed since {tmp_path}/run was begun; put" in said.err
+    assert "is finished" in done(f"run --resume {tmp_path}/run").out
+    config, result = (tmp_path / "run" / name for name in ("config.toml", "result.json"))
+    before = config.read_text()
+    result.unlink()
+    for line in (f"run joint --data {data} {run}", f"run --resume {tmp_path}/run"):
+        said = typed(line)
+        assert said.code == 2 and f"images in {data} have changed since {tmp_path}/run was begun; put" in said.err
+    again.unlink()
+    done(f"run --resume {tmp_path}/run")
+    assert config.read_text() == before and result.exists()
+
+    result.unlink()
+    config.write_text("".join(line for line in before.splitlines(True) if not line.startswith("images = ")))
+    assert config.read_text() != before
+    shutil.copy(data / "class1" / "0.png", again)
+    done(f"run --resume {tmp_path}/run")  # one from before there was a digest
+
+
+def test_ones_own_method_may_not_change_under_a_run_that_is_resumed(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(Path(finetune.__file__).read_text())
+    done(f"run {file} {TINY} --out {tmp_path}/run")
+    (tmp_path / "run" / "result.json").unlink()
+    file.write_text(file.read_text() + "# another\n")
+    said = typed(f"run --resume {tmp_path}/run")
+    assert said.code == 2 and "mine.py has changed since" in said.err and "put it back as it was" in said.err
 
 
 def test_a_run_without_its_ledger_cannot_go_on(stopped: Path) -> None:

@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ from PIL import Image
 
 from fcil.errors import UserError
 from fcil.scenario import datasets, images
-from fcil.scenario.datasets import LICENCES, load
+from fcil.scenario.datasets import LICENCES, load, require
+from fcil.scenario.sources import find
 
 needs_data = pytest.mark.skipif("FCIL_DATA" not in os.environ, reason="FCIL_DATA is not set")
 
@@ -96,6 +98,40 @@ def test_a_folder_with_halves(tmp_path):
     write_folder(tmp_path / "own" / "val", count=3)
     data = load(str(tmp_path / "own"))
     assert data.train_labels.bincount().tolist() == [4, 4, 4] and data.test_labels.bincount().tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("half", ["test", "val", "valid", "validation"])
+def test_a_test_set_beside_the_classes(tmp_path, half):
+    write_folder(tmp_path / "own", count=4)
+    write_folder(tmp_path / "own" / half, count=3)
+    data = load(str(tmp_path / "own"))
+    assert data.class_names == ("class0", "class1", "class2")
+    assert data.train_labels.bincount().tolist() == [4, 4, 4] and data.test_labels.bincount().tolist() == [3, 3, 3]
+
+
+def test_of_two_test_sets_beside_the_classes_neither_is_a_class(tmp_path):
+    for name, count in (("own", 4), ("own/test", 3), ("own/val", 2)):
+        write_folder(tmp_path / name, count=count)
+    data = load(str(tmp_path / "own"))
+    assert data.class_names == ("class0", "class1", "class2") and data.test_labels.bincount().tolist() == [3, 3, 3]
+
+
+def test_what_is_either_a_test_set_or_a_class_is_refused(tmp_path):
+    write_folder(tmp_path / "own")
+    (tmp_path / "own" / "test" / "other").mkdir(parents=True)
+    (tmp_path / "own" / "test" / "other" / "0.png").write_bytes(encoded(1))
+    said = "own/test holds folders .other. .* put the training images under .*own/train, and if it is a class"
+    with pytest.raises(UserError, match=said):
+        load(str(tmp_path / "own"))
+    (tmp_path / "own" / "test" / "other").rename(tmp_path / "own" / "test" / "class1")
+    with pytest.raises(UserError, match="class 'class0' in .* has no test image"):
+        load(str(tmp_path / "own"))
+
+
+def test_a_class_may_be_called_test(tmp_path):
+    write_folder(tmp_path / "own")
+    (tmp_path / "own" / "class0").rename(tmp_path / "own" / "test")
+    assert load(str(tmp_path / "own")).class_names == ("class1", "class2", "test")
 
 
 def test_a_class_may_be_called_train(tmp_path):
@@ -212,6 +248,34 @@ def test_parquet_with_halves(tmp_path, names):
     assert np.array_equal(data.train_images[4].numpy(), expected)
 
 
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (
+            ("train-00000-of-00002", "test-00000-of-00001"),
+            "only 1 of the 2 files train.*; put train-00001-of-00002.parq",
+        ),
+        (("data/train-00000-of-00001", "data/test-00003-of-00004"), "put test-00000-of-00004.parquet and 2 more into"),
+        (("part-1-of-3", "part-3-of-3"), "only 2 of the 3 .*; put part-2-of-3.parquet into"),
+        (("train-00001-of-00002-a1b2", "test"), "put train-00000-of-00002.parquet into"),
+    ],
+)
+def test_files_that_names_promise_must_be_there(tmp_path, names, said):
+    for name in names:
+        write_parquet(tmp_path / "own" / f"{name}.parquet")
+    with pytest.raises(UserError, match=said):
+        load(str(tmp_path / "own"))
+    if "of" in names[1]:
+        assert len(load(str(tmp_path / "own" / f"{names[1]}.parquet")).class_names) == 3  # by itself, if one says so
+
+
+def test_all_files_that_names_promise(tmp_path):
+    for name in ("train-00000-of-00002", "train-00001-of-00002-a1b2", "test-00000-of-00001", "validation-0-of-9"):
+        write_parquet(tmp_path / "own" / f"{name}.parquet")  # the last one is used for nothing
+    data = load(str(tmp_path / "own"))
+    assert len(data.train_labels) == 60 and len(data.test_labels) == 30
+
+
 def test_one_parquet_file_holds_out_a_fifth(tmp_path):
     data = load(str(write_parquet(tmp_path / "own.parquet")))
     assert data.class_names == ("0", "1", "2")
@@ -309,7 +373,11 @@ def test_classes_without_usable_images(tmp_path):
     root = write_folder(tmp_path / "single")
     (root / "lonely").mkdir()
     (root / "lonely" / "0.png").write_bytes(encoded(1))
-    with pytest.raises(UserError, match="class 'lonely' in .* has no training image that can be read"):
+    needs = "that can be read, and needs two: one for training, one held out for testing; add images or remove"
+    with pytest.raises(UserError, match=f"class 'lonely' in .* has only one image {needs}"):
+        load(str(root))
+    (root / "lonely" / "0.png").write_bytes(b"no image")
+    with pytest.raises(UserError, match=f"class 'lonely' in .* has no image {needs}"):
         load(str(root))
     root = tmp_path / "halves"
     write_folder(root / "train")
@@ -338,6 +406,29 @@ def test_changed_files_are_decoded_anew(tmp_path):
     assert not same(first, load(str(root)))
     (root / "class0" / "new.png").write_bytes(encoded(7))
     assert len(load(str(root)).train_labels) == 25
+
+
+def test_ones_own_images_have_a_digest(tmp_path, cache):
+    root = write_folder(tmp_path / "own")
+    first = load(str(root)).digest
+    assert first and load("digits").digest == load("synthetic-2x4").digest == ""
+    os.utime(root / "class0" / "0.png", ns=(1, 1))
+    assert load(str(root)).digest == first  # the same images, read anew
+    assert load(str(write_folder(tmp_path / "copy"))).digest == first
+    seen = {first, load(str(root), 8).digest}
+    (root / "class0" / "new.png").write_bytes(encoded(7))
+    seen.add(load(str(root)).digest)
+    (root / "class0" / "new.png").rename(root / "class1" / "new.png")
+    seen.add(load(str(root)).digest)
+    (root / "class1" / "new.png").unlink()
+    (root / "class0").rename(root / "class00")
+    seen.add(load(str(root)).digest)
+    assert len(seen) == 5
+
+
+def test_a_digest_is_that_of_what_was_kept(tmp_path):
+    kept = images.decoded(find(write_folder(tmp_path / "own")))
+    assert kept.known == replace(kept, known="").digest()  # as from a cache that is older than digests
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "garbage", "foreign"])
@@ -389,6 +480,12 @@ def test_offline_says_what_to_put_where(tmp_path, monkeypatch):
     monkeypatch.setenv("FCIL_DATA", str(tmp_path))
     with pytest.raises(UserError, match=rf"valid\*.parquet of .*zh-plus/tiny-imagenet into {tmp_path}/tiny-imagenet$"):
         load("tiny-imagenet")
+    (tmp_path / "cifar100" / "empty").mkdir(parents=True)
+    for named in (load, require):
+        with pytest.raises(
+            UserError, match=r"cifar100 has no images; put train\*.parquet and test\*.parquet of the data"
+        ):
+            named("cifar100")
 
 
 @pytest.mark.usefixtures("no_data")

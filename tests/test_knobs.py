@@ -15,6 +15,7 @@ from fcil.scenario.benchmarks import BENCHMARKS, PROTOCOLS, Benchmark, Protocol
 @dataclass(frozen=True)
 class Settings:
     rate: float = knob(0.1, "how fast", above=0, most=1)
+    part: float = knob(0.1, "how much", least=0, below=1)
     count: int = knob(3, "how many", least=0)
     free: float = knob(0.0, "any number")
     shuffle: bool = knob(True, "in random order")
@@ -62,6 +63,7 @@ def test_text_is_read(name: str, text: str, value: object) -> None:
         ("rate", "", "numbers above 0 and at most 1"),
         ("rate", "nan", "numbers above 0 and at most 1"),
         ("rate", True, "numbers above 0 and at most 1"),
+        ("part", "1", "numbers at least 0 and below 1"),
         ("free", "nan", "numbers"),
         ("free", "inf", "numbers"),
         ("free", "-inf", "numbers"),
@@ -107,7 +109,9 @@ def test_values_of_their_own_type_pass_and_the_original_stays() -> None:
 
 
 def test_an_unknown_name_gets_the_nearest() -> None:
-    with pytest.raises(UserError, match=r"there is no setting 'rat'; did you mean 'rate'\? allowed: rate, count, free"):
+    with pytest.raises(
+        UserError, match=r"there is no setting 'rat'; did you mean 'rate'\? allowed: rate, part, count, free"
+    ):
         changed(Settings(), {"rat": "1"})
     with pytest.raises(UserError, match=r"no setting 'zzz'; allowed: rate"):
         changed(Settings(), {"zzz": "1"})

@@ -1,6 +1,7 @@
 """Finding runs on disk."""
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,23 @@ def test_a_run_from_before_a_knob_is_still_the_same_run() -> None:
     assert "lag" not in (folder / "config.toml").read_text()
     assert Plan.read(folder).same_as(plan("ewc")) and not Plan.read(folder).same_as(plan("ewc", seed=1))
     assert not Plan.read(folder).same_as(plan("ewc", settings={"lag": 1}))
+
+
+def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
+    known, placed = plan("ewc"), replace(plan("ewc"), nodes=("/a/anna", "/b/berta"), images="12ab")
+    for wanted in (known, placed):
+        (tmp_path / "config.toml").write_text(wanted.to_toml())
+        assert asdict(Plan.read(tmp_path)) == asdict(wanted)
+    assert "\nnodes = " not in known.to_toml() and "\nimages = " not in known.to_toml()
+    assert not known.same_as(placed) and known.same_as(replace(placed, nodes=()))
+
+
+def test_another_run_is_told_by_what_is_other() -> None:
+    one = replace(plan("ewc", command="fcil run ewc"), nodes=("/a/anna", "/a/berta"))
+    assert one.other_than(replace(one, seed=3)) == ": seed was 0, now 3"
+    assert one.other_than(plan("lwf")) == " (fcil run ewc)"
+    assert one.other_than(plan("ewc")) == " (nodes anna, berta)"
+    assert one.other_than(replace(one, nodes=("/b/anna", "/b/berta"))) == " (nodes /a/anna, /a/berta)"
+    assert plan("ewc").other_than(one) == " (nodes of `fcil serve`)"
+    many = plan("ewc", "cifar100-5x4", "short").other_than(plan("ewc", "digits", "quick"))
+    assert many.startswith(": ") and many.count(" was ") == 4 and many.endswith(" more")

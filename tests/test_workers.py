@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -598,5 +599,9 @@ def test_how_many(scenario: Scenario) -> None:
     assert crew(1, *job) is None
     chosen = crew(0, *job)
     assert isinstance(chosen, Adaptive) and chosen.many <= scenario.benchmark.active
+    with crew(100_000, *job) as many:
+        assert many.running == len(many.crew) == scenario.benchmark.active
+    alone = Scenario(replace(scenario.benchmark, active=1), 0)
+    assert crew(5, engine, alone, *job[2:]) is None
     with pytest.raises(UserError, match="workers=-1 is not allowed"):
         crew(-1, *job)

@@ -1,12 +1,14 @@
 """Nodes in this process: the same folders, simulated."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fcil.deploy.folders import check_folder, inventory
 from fcil.deploy.messages import Reply, Request
 from fcil.deploy.node import Node
 from fcil.errors import UserError
+from fcil.plan import Plan, in_order
 
 
 class LocalWire:
@@ -22,6 +24,15 @@ class LocalWire:
     def exchange(self, mail: Mapping[int, Request]) -> dict[int, Reply]:
         """Let each answer in turn; what is wrong stops the run."""
         return {address: self.nodes[address].answer(request) for address, request in mail.items()}
+
+
+def on_nodes(wanted: Plan, folders: Sequence[Path]) -> Plan:
+    """Return the plan of a run on these nodes: on others it is another run."""
+    quorum, many = wanted.protocol.quorum, len(folders)
+    if quorum > many:
+        nodes = "1 node" if many == 1 else f"{many} nodes"
+        raise UserError(f"quorum={quorum} is not allowed with {nodes}; quorum takes 0 to {many}")
+    return replace(wanted, nodes=in_order(folder.resolve() for folder in folders))
 
 
 def nodes_of(folders: Sequence[Path], state: Path, device: str) -> list[Node]:

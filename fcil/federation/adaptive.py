@@ -99,12 +99,17 @@ def crew(
     config: Any,
     source: str = "",
 ) -> Workers | Adaptive | None:
-    """Return who answers in place of an engine on the CPU: with 0 workers whatever is faster, with 1 nobody."""
+    """Return who answers in place of an engine on the CPU: with 0 workers whatever is faster, with 1 nobody.
+
+    There are never more than clients in a round, however many are asked for.
+    """
     if workers < 0:
         raise UserError(f"workers={workers} is not allowed; workers takes whole numbers at least 0")
     if workers == 1:
         return None
-    many = workers or min(cores(), scenario.benchmark.active)
+    many = min(workers or cores(), scenario.benchmark.active)  # nobody else has anything to do in a round
+    if workers and many == 1:
+        return None
 
     def start() -> Workers:
         return Workers(load, name, config, engine.setting, many, source)

@@ -70,7 +70,7 @@ class Benchmark:
     memory_rule: str = knob(
         "fixed", "fixed: all bytes from the start; growing: in step with the classes", choices=("fixed", "growing")
     )
-    lost: float = knob(0.0, "share of messages that never reach their client", least=0, most=1)
+    lost: float = knob(0.0, "share of messages that never reach their client", least=0, below=1)
     holdout: float = knob(
         0.0, "share of the training images used for testing in place of the test set", least=0, most=0.9
     )

@@ -17,7 +17,7 @@ from fcil.errors import UserError, unknown
 from fcil.scenario import synthetic
 from fcil.scenario.images import decoded, resized
 from fcil.scenario.reach import within_reach
-from fcil.scenario.sources import Source, find, folder_source
+from fcil.scenario.sources import Source, find, folder_source, is_empty
 
 LICENCES = {
     "digits": "UCI handwritten digits (Alpaydin and Kaynak 1998), CC BY 4.0; the copy of scikit-learn, BSD",
@@ -26,6 +26,7 @@ LICENCES = {
     "imagenet-subset": "ImageNet (Deng et al. 2009), under its terms: non-commercial research",
     "synthetic": "made up by fcil, Apache-2.0",
 }
+OWN = "the user's own"
 HUB = {"cifar100": ("uoft-cs/cifar100", "test"), "tiny-imagenet": ("zh-plus/tiny-imagenet", "valid")}
 IMAGENET_LAYOUTS = ("imagenet", "imagenet/ILSVRC/Data/CLS-LOC", "ILSVRC/Data/CLS-LOC", "ILSVRC")
 IMAGENET_CLASSES, IMAGENET_SIZE = 200, 84
@@ -43,6 +44,7 @@ class Dataset:
     class_names: tuple[str, ...]
     licence: str
     skipped: int  # images that could not be read
+    digest: str = ""  # of the user's own images and labels, by which it is known that they have changed
 
 
 def load(name: str, image_size: int = 0) -> Dataset:
@@ -60,11 +62,11 @@ def load(name: str, image_size: int = 0) -> Dataset:
     if name in HUB:
         folder = _known_folder(name)
         shown = folder.name if folder.name.startswith(name) else name
-        return _from_source(shown, LICENCES[name], find(folder), image_size)
+        return _from_source(shown, LICENCES[name], _known_source(name, folder), image_size)
     path = Path(name).expanduser()
     if not name or (os.sep not in name and not path.exists()):
         raise unknown("dataset", name, [*LICENCES, "a path to class folders or parquet files"])
-    return _from_source(path.resolve().name, "the user's own", find(path), image_size)
+    return _from_source(path.resolve().name, OWN, find(path), image_size)
 
 
 def require(name: str) -> None:
@@ -72,7 +74,7 @@ def require(name: str) -> None:
     if name == "imagenet-subset":
         _imagenet_subset()
     elif name in HUB:
-        find(_known_folder(name))
+        _known_source(name, _known_folder(name))
 
 
 def _from_source(name: str, licence: str, source: Source, image_size: int) -> Dataset:
@@ -80,7 +82,8 @@ def _from_source(name: str, licence: str, source: Source, image_size: int) -> Da
     names = _in_words(source.where, data.names)
     n = data.train
     return Dataset(
-        name, data.images[:n], data.labels[:n], data.images[n:], data.labels[n:], names, licence, data.skipped
+        name, data.images[:n], data.labels[:n], data.images[n:], data.labels[n:], names, licence, data.skipped,
+        data.digest() if licence == OWN else "",
     )  # fmt: skip
 
 
@@ -135,6 +138,14 @@ def _known_folder(name: str) -> Path:
             f"{name} is not here and the Hugging Face hub does not answer; "
             f"put train*.parquet and {half}*.parquet of its dataset {repo} {place}"
         ) from error
+
+
+def _known_source(name: str, folder: Path) -> Source:
+    """Return what lies in the folder of a known dataset, or say what belongs there if that is nothing."""
+    if is_empty(folder):
+        repo, half = HUB[name]
+        raise UserError(f"{folder} has no images; put train*.parquet and {half}*.parquet of the dataset {repo} into it")
+    return find(folder)
 
 
 def _imagenet_subset() -> Source:

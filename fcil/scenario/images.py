@@ -38,6 +38,12 @@ class Decoded:
     train: int  # how many are for training
     names: tuple[str, ...]
     skipped: int  # images that could not be read
+    known: str = ""  # the digest, where it was kept
+
+    def digest(self) -> str:
+        """Return what changes when an image, a label or a class does."""
+        mine = self.labels.numpy(), self.images.numpy()
+        return self.known or _digest(self.names, self.train, *mine, np.arange(len(self.labels)))
 
 
 def decoded(source: Source, image_size: int = 0) -> Decoded:
@@ -104,6 +110,7 @@ def _decode_into(file: IO[bytes], scratch: IO[bytes], source: Source, image_size
         "train": str(len(train)),
         "names": json.dumps(contents.names),
         "skipped": str(len(contents.labels) - len(usable)),
+        "digest": _digest(contents.names, len(train), labels, images, order),
     }
     _write(file, images, order, labels[order], about)
 
@@ -165,11 +172,21 @@ def _halves(
         train[ranked[held_out:]] = True
         for what, half in (("training", train), ("test", test)):
             if not (half & (labels == j)).any():
-                raise UserError(
-                    f"class {name!r} in {source.where} has no {what} image that can be read; "
-                    "add images or remove the class"
-                )
+                lacks = f"no {what} image that can be read"
+                if (halves == EITHER).any():
+                    few = "only one image" if len(ours) else "no image"
+                    lacks = f"{few} that can be read, and needs two: one for training, one held out for testing"
+                raise UserError(f"class {name!r} in {source.where} has {lacks}; add images or remove the class")
     return np.flatnonzero(train), np.flatnonzero(test)
+
+
+def _digest(names: tuple[str, ...], train: int, labels: Indices, images: Bytes, order: Indices) -> str:
+    """Return a digest of labels and pixels in an order, and of what they are called."""
+    found = hashlib.blake2b(repr((names, train, images.shape[1:])).encode(), digest_size=16)
+    found.update(labels[order].astype("<i8").tobytes())
+    for start in range(0, len(order), WINDOW):
+        found.update(images[order[start : start + WINDOW]].tobytes())
+    return found.hexdigest()
 
 
 def _write(file: IO[bytes], images: Bytes, order: Indices, labels: Indices, about: dict[str, str]) -> None:
@@ -202,6 +219,6 @@ def _open(file: Path) -> Decoded | None:
         names, train = tuple(json.loads(about["names"])), int(about["train"])
         fits = about["format"] == str(FORMAT) and images.shape[1] == 3 and len(images) == len(labels) > train > 0
         fits = fits and int(labels.min()) >= 0 and int(labels.max()) < len(names)
-        return Decoded(images, labels, train, names, int(about["skipped"])) if fits else None
+        return Decoded(images, labels, train, names, int(about["skipped"]), about.get("digest", "")) if fits else None
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, IndexError, AttributeError):
         return None

@@ -5,7 +5,8 @@ Listing a source is cheap and says whether its cached form is still good; `open`
 
 import json
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 
 from fcil.errors import UserError
 
+HALVES = ("test", "val", "valid", "validation")  # folders beside train/ whose images are for testing: the first of them
+NUMBERED = re.compile(r"(.*?)(\d+)-of-(\d+)")  # the name of one of several files, as on the hub
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 TRAIN, TEST, EITHER = 0, 1, 2  # which half an image belongs to; EITHER is for us to hold out
 LAYOUTS = "a folder of class folders, a parquet file, or a folder of parquet files"
@@ -71,15 +74,19 @@ def find(path: Path) -> Source:
 def folder_source(root: Path, choose: Callable[[list[str]], list[str]] = sorted) -> Source:
     """Return the images below class folders; `choose` picks and orders the classes.
 
-    A folder with train/ and test/, val/ or valid/ holds a split of its own. A class folder without images is no class.
+    A folder with train/ and test/, val/ or valid/ holds a split of its own. So does one without train/ where test/ has
+    class folders called like those beside it: these are for training. A test/ with images only is a class of that name,
+    and one with folders of other names is refused, as it may be either. A class folder without images is no class.
     """
     below = {folder.name: folder for folder in folders_in(root)}
-    tested = next((below[name] for name in ("test", "val", "valid", "validation") if name in below), None)
-    if "train" in below and tested:
-        roots = [(below["train"], TRAIN), (tested, TEST)]
+    apart = [below[name] for name in HALVES if name in below and ("train" in below or _is_half(below[name], below))]
+    if "train" in below and apart:
+        roots = [(below["train"], TRAIN), (apart[0], TEST)]
+    elif apart:
+        roots = [(root, TRAIN), (apart[0], TEST)]
     else:
         roots = [(below["train"] if list(below) == ["train"] else root, EITHER)]
-    per_root = [{folder.name: folder for folder in folders_in(folder)} for folder, _ in roots]
+    per_root = [{f.name: f for f in folders_in(folder) if f not in apart} for folder, _ in roots]
     for (folder, _), classes in zip(roots, per_root, strict=True):
         if not classes:
             raise UserError(f"{folder} has no class folders; put the images of each class into a folder of its own")
@@ -109,6 +116,23 @@ def folder_source(root: Path, choose: Callable[[list[str]], list[str]] = sorted)
     labels = np.array([number[name] for _, name, _ in found], dtype=np.int64)
     halves = np.array([half for _, _, half in found], dtype=np.int64)
     return Source(root, files, lambda: Contents(tuple(names), labels, halves, read))
+
+
+def _is_half(folder: Path, beside: Collection[str]) -> bool:
+    """Tell whether a folder called test is a test set in itself, with the classes beside it."""
+    classes = {inner.name for inner in folders_in(folder)} if len(beside) > 1 else set()
+    if classes and not classes & set(beside):
+        shown = ", ".join(sorted(classes)[:3])
+        raise UserError(
+            f"{folder} holds folders ({shown}) and none of them is called like a class beside it; if it is a test set, "
+            f"put the training images under {folder.parent / 'train'}, and if it is a class, give it another name"
+        )
+    return bool(classes)
+
+
+def is_empty(folder: Path) -> bool:
+    """Tell whether a folder holds no source at all: neither parquet files nor a class folder with an image."""
+    return not _shards(folder) and not any(map(images_in, folders_in(folder)))
 
 
 def folders_in(root: Path) -> list[Path]:
@@ -155,8 +179,28 @@ def parquet_source(where: Path, shards: list[Path]) -> Source:
         trained, tested = shards, []
     if not trained:
         raise UserError(f"{where} has no file named train*.parquet; it has {', '.join(s.name for s in shards)}")
+    if where.is_dir():
+        _require_all(where, trained + tested)
     halves = [TRAIN if tested else EITHER] * len(trained) + [TEST] * len(tested)
     return Source(where, trained + tested, lambda: _open_parquet(where, trained + tested, halves))
+
+
+def _require_all(where: Path, shards: list[Path]) -> None:
+    """Refuse a folder that lacks files whose names say of how many they are one: train-00000-of-00002.parquet."""
+    there: dict[tuple[Path, str, str], set[int]] = {}
+    for shard in shards:
+        if named := NUMBERED.match(shard.name):
+            first, number, of = named.groups()
+            there.setdefault((shard.parent, first, of), set()).add(int(number))
+    for (folder, first, of), numbers in there.items():
+        if len(numbers) < int(of):
+            start = int(int(of) in numbers)  # some count from 1
+            gone = [f"{first}{n:0{len(of)}}-of-{of}" for n in range(start, start + int(of)) if n not in numbers]
+            others = f" and {len(gone) - 1} more" if gone[1:] else ""
+            raise UserError(
+                f"{where} has only {len(numbers)} of the {int(of)} files {first}*-of-{of} that their names promise; "
+                f"put {gone[0]}.parquet{others} into {folder}, too"
+            )
 
 
 def _shards(folder: Path) -> list[Path]:

@@ -261,6 +261,30 @@ def test_nodes_take_all_folders_that_follow(tmp_path: Path) -> None:
     assert "images and memories are its nodes' own" in said(fcil("audit", "run", cwd=tmp_path))
 
 
+def test_a_run_on_other_nodes_is_another_run(tmp_path: Path) -> None:
+    for n, name in enumerate(("anna", "berta", "carla")):
+        digits_into(tmp_path / name, (0, 1), 20 * n)
+    short = ["--set", "rounds=1", "--set", "steps=1", "--set", "image_size=8", "--out", "run"]
+
+    def run(*nodes: str) -> list[str]:
+        done = fcil("run", "finetune", "--nodes", *nodes, *short, cwd=tmp_path)
+        return [done.stdout.splitlines()[0] if done.stdout else "", done.stderr]
+
+    assert run("berta", "carla/", "anna")[1] == ""
+    config = tmp_path / "run" / "config.toml"
+    assert f'nodes = ["{tmp_path}/anna", "{tmp_path}/berta", "{tmp_path}/carla"]' in config.read_text()
+    other = ["", "fcil: run holds another run (nodes anna, berta, carla); choose a different --out, or remove it\n"]
+    for older in (False, True):
+        if older:  # as it was when only deploy.json had the nodes
+            config.write_text("".join(li for li in config.read_text().splitlines(True) if not li.startswith("nodes")))
+        assert run("berta", "anna") == run("anna") == other
+        assert run("anna/", "berta", "carla")[0] == "run is finished; this is what came out"
+    (tmp_path / "run" / "result.json").unlink()
+    assert run("carla", "berta") == other
+    resumed = fcil("run", "--resume", "run", cwd=tmp_path)
+    assert resumed.returncode == 0 and "going on in task 2 after question" in resumed.stdout, resumed.stderr
+
+
 def test_what_is_wrong_with_nodes_is_one_sentence(tmp_path: Path) -> None:
     data = digits_into(tmp_path / "anna", (0, 1), 0)
     (tmp_path / "loose").mkdir()
@@ -276,6 +300,7 @@ def test_what_is_wrong_with_nodes_is_one_sentence(tmp_path: Path) -> None:
         (["--nodes", data, "--set", "partition=lda_equal"], "partition is not allowed here"),
         (["--nodes", data, "--set", "image_size=0"], "image_size=0 is not allowed here"),
         (["--nodes", data, data], "are called 'anna'"),
+        (["--nodes", data, "--set", "quorum=2"], "quorum=2 is not allowed with 1 node; quorum takes 0 to 1"),
         (["--nodes", data, "--set", "norm=group"], "norm=group keeps none"),
         (["--capacity", "4"], "--capacity belongs to --nodes"),
     ):
