@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import fmean
 
 import fcil
-from fcil.plan import plan
 from fcil.report.comparison import Row, compare
 from fcil.results.runs import find
 
@@ -57,18 +56,27 @@ def rate_rows() -> list[str]:
     return lines
 
 
-def contrast_rows() -> list[str]:
-    """Return the lines of the table of `contrast`, on held-out images after each task, seed by seed."""
+CHOSEN_FROM = (  # settings of `hr`, as their folders are named
+    "contrast=0", "", "contrast=0.3", "contrast=1", "calibrate=1", "calibrate=1,contrast=0.3",
+    "calibrate=0.5,contrast=0.3",
+)  # fmt: skip
+
+
+def chosen_rows() -> list[str]:
+    """Return the lines of the table of settings of `hr`, on held-out images after each task, seed by seed."""
     lines = []
-    for contrast in (0, 0.1, 0.3, 1):
-        setting = "" if contrast == plan("hr").config.contrast else f"contrast={contrast:g},"
+    for setting in CHOSEN_FROM:
         cells = []
         for seed in (0, 1):
-            result = json.loads((HELD_OUT / f"hr,{setting}holdout=0.1/{seed}/result.json").read_text())
-            cells.append(" ".join(f"{value:.1f}" for value in result["overall"]))
-        lines.append(f"| {contrast:g} | {' | '.join(cells)} |")
+            folder = HELD_OUT / f"hr,{setting}{',' if setting else ''}holdout=0.1" / str(seed)
+            result = json.loads((folder / "result.json").read_text())
+            last = result["matrix"][-1]
+            after = " ".join(f"{value:.1f}" for value in result["overall"])
+            cells.append(f"{after} ({fmean(last[:-1]):.0f} / {last[-1]:.0f})")
+        name = " ".join(f"`{knob}`" for knob in setting.split(",")) if setting else "`hr`"
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 
 if __name__ == "__main__":
-    print("\n".join([*accuracy_rows(), "", *rate_rows(), "", *contrast_rows()]))
+    print("\n".join([*accuracy_rows(), "", *rate_rows(), "", *chosen_rows()]))
