@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +20,7 @@ from fcil.terminal import (
     complain,
     console,
     count,
+    empty,
     errors,
     plain_errors,
     plain_table,
@@ -46,7 +47,6 @@ Settings = Annotated[
 ]
 LISTS = ("class_order", "dp_clip")  # settings whose value may have commas of its own: no axis of a sweep
 HOW = ("resume", "device", "workers", "eager", "tensorboard")  # how a run is done, not what it is
-PATHS = ("--data", "--out", "--resume", "--tensorboard", "--nodes", "--json", "--tls", "--key", "--ca", "--state")
 NOT_FOR_NODES = ("benchmark", "data", "clients", "workers", "eager", "tensorboard")
 WORKERS = "Clients that compute at a time, at most those of a round: processes on a CPU, streams on a GPU; 0 chooses."
 Workers = Annotated[int, typer.Option(help=WORKERS, min=0)]
@@ -107,13 +107,15 @@ def run(
     else:
         if "capacity" in typed:
             raise UserError("--capacity belongs to --nodes; a benchmark knows its classes")
+        if "data" in typed and not data:
+            raise empty("--data")
         if data and "benchmark" in typed:
             raise UserError("--data and --benchmark exclude each other; give one of them")
         given = {key: n for key, n in (("tasks", tasks), ("clients", clients), ("active", active)) if n is not None}
         chosen = own_data(data, **given) if data else known.benchmark(benchmark)
         wanted = plan(method, chosen, protocol or None, seed, {**given, **settings}, _command())
         folder = out or wanted.folder()
-        if "lr" not in settings and (hint := advice(chosen.name, wanted.method, getattr(wanted.config, "lr", 0.0))):
+        if "lr" not in settings and not (folder / "result.json").exists() and (hint := advice(wanted)):
             complain(hint)
     if nodes:
         cli_deploy.simulate(wanted, folder, nodes, capacity, device)
@@ -337,7 +339,6 @@ for later, words in (
 def main() -> None:
     """Run the command line; what a user can mend is said in one sentence, without a traceback."""
     with plain_errors():
-        _check_paths(sys.argv[1:])
         code = app(prog_name="fcil", standalone_mode=False)
     sys.exit(code)
 
@@ -370,16 +371,6 @@ def _execute(
         raise UserError(NO_ROOM) from None
     finally:
         lines.close()  # type: ignore[attr-defined]
-
-
-def _check_paths(words: list[str]) -> None:
-    """Refuse a path that is empty: it would be the folder that one is in, or the same as none."""
-    for word, after in pairwise([*words, "-"]):
-        name, equals, value = word.partition("=")
-        if name in PATHS and not (value if equals else after):
-            raise UserError(
-                f"{name} is empty, as a shell's variable is that nobody has set; give it a path, or leave it out"
-            )
 
 
 def _typed(ctx: typer.Context) -> list[str]:

@@ -234,7 +234,7 @@ def _check_images(begun: Plan, data: Dataset, folder: Path) -> None:
     if begun.images and begun.images != data.digest:
         raise UserError(
             f"the images in {begun.benchmark.dataset} have changed since {folder} was begun; put them back as they "
-            f"were, or choose a different --out"
+            f"were, or begin a new run in another folder"
         )
 
 

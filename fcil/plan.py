@@ -68,7 +68,7 @@ class Plan:
         if self.nodes != wanted.nodes:
             names = [Path(node).name for node in self.nodes]
             alike = names == [Path(node).name for node in wanted.nodes]  # in other places
-            return f" (nodes {', '.join(self.nodes if alike else names)})" if names else " (nodes of `fcil serve`)"
+            return f" (nodes {', '.join(self.nodes if alike else names)})" if names else f" ({self.command})"
         mine, theirs = (_flat(plan) for plan in (self, wanted))
         moved = [f"{k} was {_text(v)}, now {_text(theirs[k])}" for k, v in mine.items() if v != theirs.get(k, v)]
         more = [f"and {len(moved) - MOST_TOLD} more"] if len(moved) > MOST_TOLD else []

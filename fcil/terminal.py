@@ -14,6 +14,7 @@ import typer.main
 from rich.console import Console
 from rich.table import Table
 from typer.core import TyperArgument, TyperCommand, TyperGroup
+from typer.models import TyperPath
 
 from fcil.errors import NO_ROOM, UserError, out_of_memory, quoted, unknown
 from fcil.knobs import Knob
@@ -36,7 +37,23 @@ class Argument(TyperArgument):
         self.help = help
 
 
+class Place(TyperPath):
+    """A path, which is not empty: that would be the folder that one is in, or the same as none."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Refuse what a shell's variable is that nobody has set."""
+        if value == "":
+            raise empty(param.opts[0] if param.param_type_name == "option" else param.make_metavar(ctx).strip("[]."))
+        return super().convert(value, param, ctx)
+
+
+def empty(name: str) -> UserError:
+    """Say that a path is empty."""
+    return UserError(f"{name} is empty, as a shell's variable is that nobody has set; give it a path")
+
+
 typer.main.TyperArgument = Argument  # type: ignore[attr-defined]
+typer.main.TyperPath = Place  # type: ignore[attr-defined]
 for kind in (TyperCommand, TyperGroup):  # typer shows arguments, and so does click 8.5: once is enough
     kind.format_arguments = lambda self, ctx, formatter: None  # type: ignore[method-assign]
 

@@ -314,6 +314,8 @@ def test_images_have_the_same_order_in_every_task() -> None:
     one, other = (rows_in_order(LocalData(Task(t, ((0, 1),)), images, labels, cache_seed=t)) for t in (0, 1))
     assert all(torch.equal(own, other[j]) and (labels[own] == j).all() for j, own in one.items())
     assert one[0].sort().values.tolist() == [0, 2, 4, 6, 8, 10] != one[0].tolist()
+    others = rows_in_order(LocalData(Task(0, ((0, 1),)), images, labels, own_seed=1))
+    assert not torch.equal(one[0], others[0]), "another client, or another run"
 
 
 def test_a_client_whose_class_has_one_image_trains_on_it() -> None:
@@ -399,8 +401,8 @@ def reference(given: plain.Given, terms: dict[str, float]) -> tuple[Numbers, lis
     for task, (images, labels) in enumerate(given.tasks):
         new = {}
         for j in (2 * task, 2 * task + 1):
-            own, draws = images[labels == j], torch.Generator().manual_seed(plain.seed_of("held out", j))
-            new[j] = own[torch.randperm(len(own), generator=draws)]
+            own, its = images[labels == j], plain.seed_of(plain.seed_of(0, 0, "own"), "held out", j)
+            new[j] = own[torch.randperm(len(own), generator=torch.Generator().manual_seed(its))]
         quota = 60 // (2 * task + 2)
         every, first = {**new, **kept}, round(terms["validation"] * 60 / max(2, 2 * task))  # of an old class
         train = torch.cat([own[first:] for own in every.values()])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from fcil.experiment import Parts, assemble
+from fcil.federation.calls import Call
 from fcil.federation.loop import learn
 from fcil.scenario.datasets import load
 from fcil.scenario.reach import DataGone, at_work, handing_over, within_reach
@@ -47,6 +48,26 @@ def test_a_client_has_its_own_images_only(
     monkeypatch.setattr(type(parts.engine.client), "train", train)
     with pytest.raises(DataGone, match=rf"client \d+ asks for {what}; a method has what its answers are handed"):
         lines(parts)
+
+
+@pytest.mark.parametrize("what", REACHES)
+def test_a_loss_has_its_batch_only(parts: Parts, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fcil.methods.finetune.loss", lambda nets, batch, seen: REACHES[what](parts))
+    with pytest.raises(DataGone, match=rf"client \d+ asks for {what}"):
+        lines(parts)
+
+
+def test_what_a_client_shows_it_shows_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = assemble(tiny_plan("icarl"), "cpu")
+    task = parts.scenario.tasks[0]
+
+    def look(*handed: Any) -> Any:
+        return REACHES["test images"](parts)
+
+    monkeypatch.setattr(type(parts.engine.client), "look", look)
+    own, call = parts.scenario.local(0, task), Call(0, 0, 0)
+    with pytest.raises(DataGone, match="client 0 asks for test images"):
+        parts.engine.look(0, parts.method.memory(), own, parts.server.broadcast(), call, task.new)
 
 
 @pytest.mark.parametrize("what", REACHES)

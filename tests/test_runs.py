@@ -137,6 +137,6 @@ def test_another_run_is_told_by_what_is_other() -> None:
     assert one.other_than(plan("lwf")) == " (fcil run ewc)"
     assert one.other_than(plan("ewc")) == " (nodes anna, berta)"
     assert one.other_than(replace(one, nodes=("/b/anna", "/b/berta"))) == " (nodes /a/anna, /a/berta)"
-    assert plan("ewc").other_than(one) == " (nodes of `fcil serve`)"
+    assert plan("ewc", command="fcil run ewc").other_than(one) == " (fcil run ewc)"
     many = plan("ewc", "cifar100-5x4", "short").other_than(plan("ewc", "digits", "quick"))
     assert many.startswith(": ") and many.count(" was ") == 4 and many.endswith(" more")

@@ -17,16 +17,17 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 SIDE = 10  # images beside and above each other
+PLAIN = "folders"  # copied as they are
 
 
 def pack(source: Path, target: Path) -> None:
     """Write what is not an image as a parquet file, and the images into a folder of its name."""
     for file in sorted(source.iterdir()):
-        if not holds_png(file):
-            shutil.copy2(file, target / file.name)
+        column = pngs(file)
+        if column is None:
+            shutil.copytree(file, target / PLAIN / file.name) if file.is_dir() else shutil.copy2(file, target)
             continue
         table = pq.read_table(file)
-        column = table.column_names[0]
         encoded = [image["bytes"] for image in table[column].to_pylist()]
         pages = [encoded[start : start + SIDE**2] for start in range(0, len(encoded), SIDE**2)]
         folder = target / file.name.replace(".parquet", f".{column}")
@@ -34,30 +35,36 @@ def pack(source: Path, target: Path) -> None:
         with ProcessPoolExecutor() as pool:
             for number, page in enumerate(pool.map(joined, pages)):
                 (folder / f"{number:05}.webp").write_bytes(page)
-        pq.write_table(table.drop_columns([column]), folder / "rest.parquet")
+        place = table.column_names.index(column)
+        pq.write_table(table.drop_columns([column]), folder / f"rest.{place}.parquet")
 
 
 def unpack(source: Path, target: Path) -> None:
     """Undo `pack`."""
     for found in sorted(source.iterdir()):
         if found.is_file():
-            shutil.copy2(found, target / found.name)
+            shutil.copy2(found, target)
             continue
-        rest = pq.read_table(found / "rest.parquet")
+        if found.name == PLAIN:
+            shutil.copytree(found, target, dirs_exist_ok=True)
+            continue
+        (kept,) = found.glob("rest.*.parquet")
+        rest = pq.read_table(kept)
         with ProcessPoolExecutor() as pool:
             pages = pool.map(parted, sorted(found.glob("*.webp")))
             encoded = [image for page in pages for image in page][: len(rest)]
         name, column = found.name.rsplit(".", 1)
         images = pa.StructArray.from_arrays([pa.array(encoded, pa.binary())], ["bytes"])
-        pq.write_table(rest.add_column(0, column, images), target / f"{name}.parquet")
+        pq.write_table(rest.add_column(int(kept.name.split(".")[1]), column, images), target / f"{name}.parquet")
 
 
-def holds_png(file: Path) -> bool:
-    """Tell whether a file is a table whose first column holds PNGs."""
-    if file.suffix != ".parquet":
-        return False
-    first = next(pq.ParquetFile(file).iter_batches(1)).column(0)[0].as_py()
-    return bool(first["bytes"].startswith(b"\x89PNG"))
+def pngs(file: Path) -> str | None:
+    """Return the column of a table that holds PNGs, if this is a file with one."""
+    if file.suffix != ".parquet" or file.is_dir():
+        return None
+    (first,) = next(pq.ParquetFile(file).iter_batches(1)).to_pylist()
+    found = (name for name, cell in first.items() if isinstance(cell, dict) and "bytes" in cell)
+    return next((name for name in found if bytes(first[name]["bytes"] or b"").startswith(b"\x89PNG")), None)
 
 
 def joined(encoded: list[bytes]) -> bytes:

@@ -22,7 +22,7 @@ export OMP_NUM_THREADS=2 PYTHONUNBUFFERED=1
 pack() {
   cd "$(dirname "$0")/../.."
   (cd "${FCIL_DATA:?}" && ls -d "$@")
-  rm -rf carry/kept/results carry/part.* && mkdir -p carry/kept/results
+  rm -rf carry/kept/results carry/part.* carry/dense && mkdir -p carry/kept/results
   for name in "$@"; do
     "${PYTHON:-python3}" benchmarks/h200/dense.py pack "$FCIL_DATA/$name" "carry/dense/$name"
   done

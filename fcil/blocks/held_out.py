@@ -23,7 +23,7 @@ def rows_in_order(data: LocalData) -> ByClass:
 
     def draw(_: torch.Generator) -> ByClass:
         own, device = {j: (data.labels == j).nonzero()[:, 0] for j in data.classes()}, data.labels.device
-        draws = {j: torch.Generator(device).manual_seed(seed_of("held out", j)) for j in own}
+        draws = {j: torch.Generator(device).manual_seed(seed_of(data.own_seed, "held out", j)) for j in own}
         return {j: rows[torch.randperm(len(rows), generator=draws[j], device=device)] for j, rows in own.items()}
 
     return data.cached("in order", draw)

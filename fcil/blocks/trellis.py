@@ -1,4 +1,4 @@
-"""Numbers in few bits each, rounded together along a path: one or two decibels more than rounding each by itself.
+"""Numbers in few bits each, rounded together along a path: about a decibel more than rounding each by itself.
 
 Trellis-coded quantisation (Marcellin and Fischer, IEEE Transactions on Communications, 1990). A number of so many bits
 has twice as many levels as they could tell apart, dealt in turn to four hands. Its first bit is a step on a path; this

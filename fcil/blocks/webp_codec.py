@@ -22,7 +22,7 @@ class WebpCodec:
 
     def __init__(self, shape: Shape, size: int):
         if shape[0] not in (1, 3):
-            raise UserError(f"webp has images of 1 or 3 channels, not of {shape[0]}; choose klt or dct")
+            raise UserError(f"webp has images of 1 or 3 channels, not of {shape[0]}; choose klt, trellis or dct")
         if size < self.least:
             raise UserError(f"code_bytes={size} is not allowed with webp; a file takes at least {self.least}")
         self.shape, self.size = shape, size

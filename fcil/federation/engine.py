@@ -100,7 +100,9 @@ class Engine:
         with threads(1), seeded(call.seed, who, call.step, "stray"):
             answer = Answer(self.slots[0], who, handler, memory, data, message, call)
             while answer.fit is not None:
-                answer.go_on(self.fit(answer.fit, call, answer.generator))
+                with at_work(f"client {who}"):
+                    trained = self.fit(answer.fit, call, answer.generator)
+                answer.go_on(trained)
         return answer.answered(self.setting.protocol)
 
     def fit(self, fit: Fit, call: Call, generator: torch.Generator, slot: Slot | None = None) -> Trained:
@@ -129,7 +131,7 @@ class Engine:
         self, who: int, memory: Any, data: LocalData, message: Any, call: Call, classes: tuple[int, ...]
     ) -> Pictures:
         """Return what a client that can show its memory shows of some classes; nothing of it leaves the machine."""
-        with threads(1):
+        with threads(1), at_work(f"client {who}"):
             mine = seeded_data(data, self.slots[0].generator, who, call)
             seen: Pictures = self.client.look(memory, mine, message, classes)  # type: ignore[attr-defined]
         return seen
@@ -174,7 +176,10 @@ class Engine:
 
     def _overlapped(self, waiting: "list[Answer]", call: Call) -> list[Trained]:
         """Do one training of each, all at a time where they can be captured."""
-        graphs = [self._graph(answer, call) for answer in waiting]
+        graphs = []
+        for answer in waiting:
+            with at_work(f"client {answer.who}"):
+                graphs.append(self._graph(answer, call))
         for step in range(max((graph.todo.steps for graph in graphs if graph), default=0)):
             for graph in graphs:
                 if graph and step < graph.todo.steps:
@@ -184,7 +189,8 @@ class Engine:
             if graph:
                 results.append(graph.trained())
             else:
-                with seeded(call.seed, answer.who, call.step, "stray", "loop", answer.trainings):
+                stray = seeded(call.seed, answer.who, call.step, "stray", "loop", answer.trainings)
+                with stray, at_work(f"client {answer.who}"):
                     results.append(self.fit(answer.asked_fit, call, answer.generator, answer.slot))
         return results
 
@@ -268,7 +274,8 @@ class Answer:
 def seeded_data(data: LocalData, generator: torch.Generator, who: int, call: Call) -> LocalData:
     """Return the data of a client with what this answer draws from."""
     generator.manual_seed(seed_of(call.seed, who, call.step))
-    return replace(data, generator=generator, cache_seed=seed_of(call.seed, who, "cache", call.task))
+    cache_seed, own_seed = seed_of(call.seed, who, "cache", call.task), seed_of(call.seed, who, "own")
+    return replace(data, generator=generator, cache_seed=cache_seed, own_seed=own_seed)
 
 
 def cores() -> int:

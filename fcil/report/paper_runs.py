@@ -1,9 +1,10 @@
 """Which runs the tables and the memory sweep of the paper take, by our names: `fcil sweep --paper` runs them."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from fcil.errors import UserError, unknown
+from fcil.plan import Plan
 from fcil.report.comparison import BOUNDS, Row
 from fcil.report.paper import PAPER_FINAL, PAPER_TABLE_3, STAND_IN, table_3
 from fcil.report.paper_curves import BY_MEMORY, MEMORIES, MEMORYLESS, SWEPT
@@ -46,12 +47,13 @@ def tuned(benchmark: str, method: str) -> dict[str, str]:
     return {"lr": RATES[method]} if benchmark in PAPER_FINAL and method in RATES else {}
 
 
-def advice(benchmark: str, method: str, rate: float) -> str:
-    """Return what to say to whoever starts a run with another learning rate than did best; nothing if it did."""
-    best = tuned(benchmark, method).get("lr", "")
-    if not best or float(best) == rate:
+def advice(wanted: Plan) -> str:
+    """Return what to say to whoever begins a run with the default rate where another did best for the default loss."""
+    best = tuned(wanted.benchmark.name, wanted.method).get("lr")
+    if best is None or wanted.settings.keys() & asdict(wanted.config).keys() - {"exemplar_codec"}:
         return ""
-    return f"{method} runs with lr={rate:g}; on held-out images of cifar100-10x10 lr={best} did best: --set lr={best}"
+    ours = f"{wanted.method} runs with lr={wanted.config.lr:g}"
+    return f"{ours}; on held-out images of cifar100-10x10 lr={best} did best: --set lr={best}"
 
 
 def row_of(rows: Iterable[Row], benchmark: str, method: str, settings: Mapping[str, str] | None = None) -> Row | None:

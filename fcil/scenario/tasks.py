@@ -54,6 +54,7 @@ class LocalData:
     generator: torch.Generator = field(default_factory=torch.Generator)  # for this answer's random draws
     cache: dict[str, Any] = field(default_factory=dict)
     cache_seed: int = 0
+    own_seed: int = 0  # the client's, the same in every task of a run
 
     def of(self, label: int) -> Tensor:
         """The images of one class."""
