@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+from collections import deque
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,6 +23,7 @@ from fcil.terminal import (
     count,
     empty,
     errors,
+    from_own_code,
     plain_errors,
     plain_table,
     print_knobs,
@@ -239,7 +241,6 @@ def sweep(
         console.print(f"run {number} of {len(ready)}: {one.folder(out)}", soft_wrap=True)
         try:
             _execute(one, one.folder(out), device, workers)
-            show_notes(one.folder(out))
         except UserError as error:
             failed += 1
             complain(str(error))
@@ -338,8 +339,12 @@ for later, words in (
 
 def main() -> None:
     """Run the command line; what a user can mend is said in one sentence, without a traceback."""
-    with plain_errors():
-        code = app(prog_name="fcil", standalone_mode=False)
+    try:
+        with plain_errors():
+            code = app(prog_name="fcil", standalone_mode=False)
+    except Exception as error:
+        error.__traceback__ = from_own_code(error.__traceback__)
+        raise
     sys.exit(code)
 
 
@@ -349,12 +354,21 @@ def _execute(
     from fcil.experiment import execute, finished, the_device
     from fcil.report.progress import follow
     from fcil.report.tensorboard import mirrored
+    from fcil.results.ledger import read
 
     the_device(device)
     if finished(folder, wanted):
-        return console.print(f"{folder} is finished; this is what came out", soft_wrap=True)
+        if tensorboard:
+            deque(mirrored(iter(read(folder / "ledger.jsonl")[1:]), tensorboard), maxlen=0)
+        console.print(f"{folder} is finished; this is what came out", soft_wrap=True)
+        return show_notes(folder)
+
+    def ready() -> None:
+        show_plan(wanted)
+        show_notes(folder)
+
     lines = execute(
-        wanted, folder, device, workers=workers, eager=eager, ready=lambda: show_plan(wanted),
+        wanted, folder, device, workers=workers, eager=eager, ready=ready,
         told=lambda sentence: console.print(sentence, soft_wrap=True),
     )  # fmt: skip
     try:
@@ -365,6 +379,9 @@ def _execute(
             sys.exit(130)
         complain(f"stopped; the same command goes on, and so does: fcil run --resume {quoted(folder)}")
         sys.exit(130)
+    except (BrokenPipeError, SystemExit):  # the latter is rich's, where a pipe is broken
+        complain(f"stopped, for nobody reads what it says; go on with: fcil run --resume {quoted(folder)}")
+        raise
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise

@@ -51,7 +51,9 @@ def table(
             complain(f"left out: {sentence}")
     if waiting := unfinished([path for path in runs if path.exists()]):
         how = "go on with" if (waiting[0] / "checkpoint").exists() else "begin again, for want of a checkpoint, with"
-        complain(f"{count(len(waiting), 'unfinished run')} left out; {how}: fcil run --resume {quoted(waiting[0])}")
+        which = f"{how}: fcil run --resume {quoted(waiting[0])}"
+        rest = f" ({count(len(waiting) - 1, 'other')}: {', '.join(map(quoted, waiting[1:]))})" if waiting[1:] else ""
+        complain(f"{count(len(waiting), 'unfinished run')} left out; {which}{rest}")
     if verify:
         wrong = [*left_out, *(sentence for run in found for sentence in differences(run.folder))]
         for sentence in wrong:

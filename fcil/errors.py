@@ -31,7 +31,7 @@ def lacking(what: str, extra: str) -> UserError:
 def unknown(kind: str, name: str, allowed: Iterable[str]) -> UserError:
     """Return the error for a wrong `name`, with the nearest right one first."""
     names = list(allowed)
-    near = [known for known in names if name and known.startswith(name)]
-    near = near or get_close_matches(name, names, n=1, cutoff=0.6)
+    near = [known for known in names if name and known.startswith(name.lower())]
+    near = near or get_close_matches(name.lower(), names, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return UserError(f"there is no {kind} {name!r}; {hint}allowed: {', '.join(names)}")

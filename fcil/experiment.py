@@ -30,7 +30,7 @@ from fcil.federation.in_process import InProcess
 from fcil.federation.loop import Line, learn
 from fcil.federation.privacy import spent
 from fcil.federation.store import Checkpoints, Saved
-from fcil.files import append_line, sha256, write_text
+from fcil.files import append_line, set_aside, sha256, write_text
 from fcil.machine import commit, keep_memory, peak, reset_peak
 from fcil.method import Method, Pictures, Server, Setting
 from fcil.methods import DEFAULT, family, method
@@ -79,6 +79,8 @@ def finished(folder: Path, wanted: Plan) -> bool:
         return False
     if "config.toml" not in names:
         raise UserError(f"{folder} holds other files and no run; choose a different --out")
+    if wanted.source and _is_fresh(folder):
+        return False  # a file of one's own that failed at first may be mended, and begins there
     other = Plan.read(folder)
     if other.method == wanted.method and other.source != wanted.source:
         raise UserError(f"{wanted.name} has changed since {folder} was begun; choose a different --out, or remove it")
@@ -114,25 +116,29 @@ def execute(
         _check_source(wanted, folder)
         parts = assemble(wanted, device, workers=workers, eager=eager)
         parts.door.journal = partial(append_line, folder / "releases.log")
-        if (folder / "config.toml").exists():
+        fresh = _is_fresh(folder)
+        if (folder / "config.toml").exists() and not (fresh and wanted.source):
             _check_images(Plan.read(folder), parts.scenario.dataset, folder)
         else:
             write_text(folder / "config.toml", replace(wanted, images=parts.scenario.dataset.digest).to_toml())
         checkpoints = Checkpoints(folder / "checkpoint", every)
         try:
             counts, path = _restore(wanted, parts, checkpoints, folder), folder / "ledger.jsonl"
-            where = _place(parts.door.cursor) if counts else ""
-            if not counts and (checkpoints.number or path.exists()):
-                where = "no checkpoint can be read" if checkpoints.number else "no checkpoint had been written yet"
-            if not counts and path.exists():
-                path.replace(folder / "ledger.jsonl.lost")  # no checkpoint is whole: the run starts over
+            where = f"goes on after {_place(parts.door.cursor)}" if counts else ""
+            if fresh:
+                path.unlink(missing_ok=True)
+            elif not counts:  # no checkpoint is whole: the run starts over
+                why = "no checkpoint can be read" if checkpoints.number else "there is no checkpoint"
+                where = f"{why}: the run begins anew"
+                if path.exists():
+                    where += f", and what it had written is in {set_aside(path)}"
                 Gallery.set_aside(folder)
             with Ledger.open(path, counts or None) as ledger:
                 if ledger.offset == 0:
                     ledger.append(_first_line(wanted, parts))
                 ready()
                 if where:
-                    told(f"goes on after {where}" if counts else f"{where}: the run begins anew")
+                    told(where)
                 for line in learn(parts.scenario, parts.server, parts.door, parts.engine):
                     ledger.append(line)
                     if line["kind"] == "task" and hasattr(parts.engine.client, "look"):
@@ -221,6 +227,14 @@ def restored(folder: Path, device: str = "auto") -> tuple[Plan, Parts]:
             f"one, so repeat the run with: {repeating(wanted, folder)}"
         )
     return wanted, parts
+
+
+def _is_fresh(folder: Path) -> bool:
+    """Tell whether no round of a run was done in a folder yet, so that there is nothing to lose."""
+    if any((folder / name).exists() for name in ("checkpoint", "result.json")):
+        return False
+    ledger = folder / "ledger.jsonl"
+    return not ledger.exists() or len(read(ledger)) <= 1
 
 
 def _check_source(wanted: Plan, folder: Path) -> None:

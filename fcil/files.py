@@ -39,6 +39,15 @@ def write_text(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
+def set_aside(path: Path) -> Path:
+    """Give a file a name under which nothing is yet, so that another can be written in its place."""
+    name, number = path.with_name(f"{path.name}.lost"), 1
+    while name.exists():
+        number += 1
+        name = path.with_name(f"{path.name}.lost.{number}")
+    return path.replace(name)
+
+
 def sha256(path: Path) -> str:
     """Return the digest of a file."""
     with path.open("rb") as file:

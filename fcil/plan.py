@@ -126,6 +126,8 @@ class Plan:
                 f"{path.parent} is of format {content.get('format')}; this version of fcil ({__version__}) reads "
                 f"format {FORMAT} only"
             )
+        if (own := str(content.get("method", ""))).endswith(".py") and not Path(own).exists():
+            raise UserError(f"{path.parent} is a run of {own}, which is not there; put it back as it was")
         try:
             return Plan(
                 content["method"],

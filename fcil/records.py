@@ -4,6 +4,7 @@ A message is a record that travels; a memory is a record that stays on its clien
 One flatten/unflatten pair therefore serves the network, the disk and the ledger.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -113,9 +114,22 @@ def write_tensors(path: Path, flat: Mapping[str, Tensor], facts: Mapping[str, st
         mode = partial.stat().st_mode  # what the umask gives; safetensors lets only the owner read
         try:
             save_file(copied, partial, dict(facts) if facts else None)
+            _in_order(partial)
         except SafetensorError as error:
             raise OSError(f"cannot write {path}: {error}") from error
         partial.chmod(mode)
+
+
+def _in_order(path: Path) -> None:
+    """Sort the facts in a file's header, which safetensors writes in any order: equal runs leave equal files."""
+    with path.open("r+b") as file:
+        header = json.loads(file.read(size := int.from_bytes(file.read(8), "little")))
+        if facts := header.get("__metadata__"):
+            header["__metadata__"] = dict(sorted(facts.items()))
+            text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+            assert len(text) == size
+            file.seek(8)
+            file.write(text)
 
 
 def read_tensors(path: Path) -> tuple[Weights, dict[str, str]]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import typer.core
@@ -18,6 +19,7 @@ from typer.models import TyperPath
 
 from fcil.errors import NO_ROOM, UserError, out_of_memory, quoted, unknown
 from fcil.knobs import Knob
+from fcil.methods import OWN
 
 if TYPE_CHECKING:
     from fcil.plan import Plan
@@ -116,6 +118,17 @@ def plain_errors() -> Iterator[None]:
         sys.exit(2)
 
 
+def from_own_code(trace: TracebackType | None) -> TracebackType | None:
+    """Leave out of a traceback what leads to a method's file of the user's own, if it leads there."""
+    found, frame, inside = trace, trace, False
+    while frame is not None:
+        before, inside = inside, frame.tb_frame.f_globals.get("__name__", "").startswith(OWN)
+        if inside and not before:
+            found = frame
+        frame = frame.tb_next
+    return found
+
+
 def complain(sentence: str) -> None:
     """Say on stderr, in one line, what is wrong."""
     errors.print(f"fcil: {' '.join(sentence.split())}", soft_wrap=True)
@@ -210,7 +223,6 @@ def show_result(folder: Path) -> None:
     from fcil.results.runs import read_result
 
     result = read_result(folder)
-    show_notes(folder)
     if ";" in (engine := result.get("engine", "")):
         console.print(f"note: trained {engine}", soft_wrap=True)
     console.print(accuracy_table(result, console.width))

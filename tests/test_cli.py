@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 import warnings
@@ -228,6 +229,11 @@ def test_a_table_names_what_is_unfinished(runs: Path, tmp_path: Path) -> None:
     said = typed(f"table {runs} {tmp_path}")
     assert said.code == 0 and "lwf" in said.out
     assert said.err == f"fcil: 1 unfinished run left out; go on with: fcil run --resume {tmp_path}/begun\n"
+    (tmp_path / "one more").mkdir()
+    (tmp_path / "one more/config.toml").write_text("")
+    more = typed(f"table {runs} {tmp_path}").err
+    assert more.startswith("fcil: 2 unfinished runs left out") and f"(1 other: '{tmp_path}/one more')" in more
+    shutil.rmtree(tmp_path / "one more")
     (tmp_path / "begun" / "checkpoint").rmdir()
     assert "begin again, for want of a checkpoint, with: fcil run" in typed(f"table {runs} {tmp_path}").err
 
@@ -246,6 +252,12 @@ def test_curves_for_tensorboard(tmp_path: Path) -> None:
     assert curves.Scalars("accuracy/all")[-1].value == pytest.approx(final["final"])
     assert curves.Scalars("accuracy/task 1")[-1].value == pytest.approx(final["matrix"][1][0])
     assert {"bytes/down", "bytes/up", "bytes/kept"} <= set(curves.Tags()["scalars"])
+    with warnings.catch_warnings(action="ignore"):
+        done(f"run finetune {LONGER} --set evaluate_every=2 --out {tmp_path}/run --tensorboard {tmp_path}/later")
+        later = EventAccumulator(str(tmp_path / "later")).Reload()
+    for name in curves.Tags()["scalars"]:
+        values = [[(event.step, event.value) for event in each.Scalars(name)] for each in (curves, later)]
+        assert values[0] == values[1], name
 
 
 @pytest.mark.parametrize("reader", ["head -1", "true"])
@@ -253,6 +265,14 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, reader: str) -> Non
     line = f"set -o pipefail; {sys.executable} -m fcil methods | {reader}"
     ran = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
     assert ran.returncode in (0, 1) and ran.stderr == ""  # 1 as rich does it, where other tools die of SIGPIPE
+
+
+def test_a_run_that_nobody_listens_to_says_how_to_go_on(tmp_path: Path) -> None:
+    line = f"set -o pipefail; {sys.executable} -m fcil run finetune {LONGER} --out {tmp_path}/run | true"
+    ran = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
+    assert ran.returncode == 1
+    assert ran.stderr == f"fcil: stopped, for nobody reads what it says; go on with: fcil run --resume {tmp_path}/run\n"
+    assert done(f"run --resume {tmp_path}/run").code == 0
 
 
 def test_a_terminal_without_the_letters_and_one_without_room() -> None:

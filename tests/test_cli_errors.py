@@ -80,6 +80,7 @@ WRONG = [
     ("run --seed", "--seed", "requires an argument"),
     # names
     ("run jont", "no method 'jont'", "did you mean 'joint'", "finetune, joint", "a .py file"),
+    ("run HR", "no method 'HR'", "did you mean 'hr'"),
     ("methods jont", "no method 'jont'", "did you mean 'joint'"),
     ("run --benchmark cifar10", "no benchmark 'cifar10'", "did you mean 'cifar100-5x4'", "a .toml file"),
     ("benchmarks nope", "no benchmark 'nope'", "allowed: digits"),
@@ -316,7 +317,7 @@ def test_unreadable_images_and_empty_clients_are_counted(tmp_path: Path) -> None
         (data / "class0" / f"{number}.png").write_bytes(b"not a picture")
     asked = "--tasks 2 --clients 30 --active 2 --set network=small --set partition=dirichlet_class"
     said = done(f"run finetune --data {data} {asked} --set rounds=1 --set steps=1 --out {tmp_path}/run")
-    assert "note: 2 images of mine could not be read and were left out" in said.out
+    assert "note: 2 images are left out of mine, which could not be read" in said.out
     assert "of 30 clients have no image in some task" in said.out
     assert "of 30 clients have no image in some task" in done(f"run --resume {tmp_path}/run").out
 

@@ -160,16 +160,24 @@ def test_torn_files_are_not_trusted(stopped: Path, whole: Path) -> None:
     for path in (stopped / "checkpoint").glob("state-*"):
         path.write_bytes(path.read_bytes()[:-9])
     said = done(f"run --resume {stopped}")
-    assert "\nno checkpoint can be read: the run begins anew\n" in said.out
+    assert (
+        f"\nno checkpoint can be read: the run begins anew, and what it had written is in {stopped}/ledger.jsonl.lost\n"
+        in said.out
+    )
     assert "task 1 of 2 learned" in said.out
     assert matrix(stopped) == matrix(whole)
 
 
 def test_what_was_killed_before_anything_was_saved_begins_anew(stopped: Path, whole: Path) -> None:
-    shutil.rmtree(stopped / "checkpoint")
-    assert "\nno checkpoint had been written yet: the run begins anew\n" in done(f"run --resume {stopped}").out
-    assert matrix(stopped) == matrix(whole)
-    for name in ("result.json", "ledger.jsonl", "ledger.jsonl.lost"):
+    for name in ("lost", "lost.2"):
+        shutil.rmtree(stopped / "checkpoint")
+        (stopped / "result.json").unlink(missing_ok=True)
+        written, kept = (stopped / "ledger.jsonl").read_bytes(), stopped / f"ledger.jsonl.{name}"
+        said = done(f"run --resume {stopped}").out
+        assert f"\nthere is no checkpoint: the run begins anew, and what it had written is in {kept}\n" in said
+        assert kept.read_bytes() == written
+        assert matrix(stopped) == matrix(whole)
+    for name in ("result.json", "ledger.jsonl", "ledger.jsonl.lost", "ledger.jsonl.lost.2"):
         (stopped / name).unlink()
     shutil.rmtree(stopped / "checkpoint")  # as where somebody's config.toml is repeated
     assert "anew" not in done(f"run --resume {stopped}").out

@@ -488,6 +488,16 @@ def test_offline_says_what_to_put_where(tmp_path, monkeypatch):
             named("cifar100")
 
 
+def test_another_folder_than_that_of_all_datasets_is_told(tmp_path, monkeypatch):
+    write_parquet(tmp_path / "cifar100" / "train-0.parquet")
+    (tmp_path / "file").touch()
+    wrong = {"nowhere": "does not exist", "file": "a file", "cifar100": "holds images itself"}
+    for folder, said in wrong.items():
+        monkeypatch.setenv("FCIL_DATA", str(tmp_path / folder))
+        with pytest.raises(UserError, match=f"{folder}.*{said}; set it to the folder that has a folder for each"):
+            load("cifar100")
+
+
 @pytest.mark.usefixtures("no_data")
 def test_known_datasets_are_looked_for_and_fetched(tmp_path, monkeypatch):
     hub = tmp_path / "snapshot"

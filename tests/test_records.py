@@ -103,6 +103,14 @@ def test_a_file_gives_the_same_record_back(rec: Everything, tmp_path_factory: py
     assert same(rec, unflatten(Everything, flat)) and facts == {"who": "ödi"}
 
 
+def test_equal_records_leave_equal_files(tmp_path: Path) -> None:
+    tensors, facts = {"b": torch.ones(3), "a": torch.zeros(2)}, {f"fact {n}": 'ö "1"\n' for n in range(9)}
+    for name, order in (("one", facts), ("other", dict(reversed(facts.items())))):
+        write_tensors(tmp_path / name, tensors, order)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
+    assert read_tensors(tmp_path / "one")[1] == facts
+
+
 def test_an_empty_record_can_be_sent_and_stored(tmp_path: Path) -> None:
     write_tensors(tmp_path / "done", flatten(Done()))
     assert read_tensors(tmp_path / "done") == ({}, {})

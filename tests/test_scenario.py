@@ -253,7 +253,7 @@ def test_too_many_classes_or_clients_are_refused():
 
 def test_oddities_are_told():
     skipped = toy_scenario(dataset=replace(toy(), skipped=3))
-    assert skipped.warnings == ["3 images of toy could not be read and were left out"]
+    assert skipped.warnings == ["3 images are left out of toy, which could not be read"]
     stuck = toy_scenario(staying=1.0)
     assert stuck.warnings == ["8 of 12 classes are held by no client when their task comes"]
     instead = toy_scenario(dataset=replace(toy(), name="toy-50"))

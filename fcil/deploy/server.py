@@ -25,7 +25,7 @@ from fcil.federation.clients import Cursor, Door
 from fcil.federation.engine import seeded, threads
 from fcil.federation.loop import Line, by_class, round_line, rounds_of, task_line
 from fcil.federation.store import Checkpoints
-from fcil.files import append_line, write_text
+from fcil.files import append_line, set_aside, write_text
 from fcil.machine import commit, reset_peak
 from fcil.method import Server, Setting
 from fcil.methods import method
@@ -73,7 +73,7 @@ class Federation:
         path = self.folder / "ledger.jsonl"
         if not self.offset and path.exists():
             self._start_over()
-            path.replace(self.folder / "ledger.jsonl.lost")
+            set_aside(path)
         with Ledger.open(path, self.offset or None) as ledger:
             if ledger.offset == 0:
                 ledger.append(self._first_line())

@@ -46,6 +46,8 @@ def learn(scenario: Scenario, server: Server, clients: Door, engine: Engine) -> 
 
 def rounds_of(script: Iterator[None], clients: Door) -> Iterator[None]:
     """Go from one end of a round to the next; time that no answer took is the server's own."""
+    if not isinstance(script, Iterator):
+        raise UserError("learn_task never yields, as it must after each round; `yield from fedavg(...)` does it")
     while True:
         start, before = time.perf_counter(), sum(clients.tally.seconds.values())
         with at_work("the server"):

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from fcil.method import Method
 
 
+OWN = "fcil_own_"  # how the module of a user's own file is called, before its name
+
+
 class Entry(NamedTuple):
     """Where a method lives and what it is."""
 
@@ -170,25 +173,41 @@ def family(name: str) -> str:
 def _from_file(path: Path) -> "Method":
     if not path.is_file():
         raise UserError(f"there is no method file {path}")
-    spec = importlib.util.spec_from_file_location(f"fcil_own_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"{OWN}{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # records resolve their annotations through it
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # the file is the user's: anything may happen while it loads
+    except (Exception, SystemExit) as error:  # the file is the user's: anything may happen while it loads
         raise UserError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
     if type(getattr(module, "METHOD", None)).__name__ != "Method":
         raise UserError(f"{path} defines no METHOD; end it with METHOD = Method(Config, Server, Client, Memory)")
     own: Method = module.METHOD
+    _check_parts(path, own)
     _check_records(path, own)
     return own
 
 
+def _check_parts(path: Path, own: "Method") -> None:
+    """Refuse a method of which a part is missing that every run calls."""
+    for part, made in (("Config", own.config), ("memory", own.memory)):
+        try:
+            record = made()
+        except TypeError as error:
+            raise UserError(f"{path}: its {part} cannot be made ({error}); it must be a record with defaults") from None
+        if not is_dataclass(record):
+            raise UserError(f"{path}: its {part} is a {type(record).__name__}; it must be a record")
+    for part, half, needed in (
+        ("Server", own.server, ("learn_task", "broadcast")),
+        ("Client", own.client, ("networks", "predict")),
+    ):
+        if missing := [name for name in needed if not callable(getattr(half, name, None))]:
+            raise UserError(f"{path}: its {part} has no {missing[0]}; it needs {' and '.join(needed)}")
+
+
 def _check_records(path: Path, own: "Method") -> None:
     """Refuse a method whose records the frame could not find: messages are rebuilt from their annotations."""
-    if not is_dataclass(own.memory()):
-        raise UserError(f"{path}: its memory is a {type(own.memory()).__name__}; it must be a record")
     from fcil.method import answers
 
     needed = [(own.server.broadcast, "return")]  # type: ignore[attr-defined]

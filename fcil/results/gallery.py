@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from fcil.errors import UserError
-from fcil.files import whole
+from fcil.files import set_aside, whole
 from fcil.records import read_tensors, write_tensors
 
 ROWS = 20  # classes shown, at least one of each task pictured; and tasks pictured
@@ -56,7 +56,7 @@ class Gallery:
         """Keep the gallery of a run that starts over under another name, as its ledger is kept."""
         for name in ("replay.safetensors", "replay.png"):
             if (folder / name).exists():
-                (folder / name).replace(folder / f"{name}.lost")
+                set_aside(folder / name)
 
     def add(
         self, task: int, real: Mapping[int, Tensor], kept: Mapping[int, Tensor], made: Mapping[int, Tensor]

@@ -29,6 +29,7 @@ LICENCES = {
 OWN = "the user's own"
 HUB = {"cifar100": ("uoft-cs/cifar100", "test"), "tiny-imagenet": ("zh-plus/tiny-imagenet", "valid")}
 IMAGENET_LAYOUTS = ("imagenet", "imagenet/ILSVRC/Data/CLS-LOC", "ILSVRC/Data/CLS-LOC", "ILSVRC")
+HOLDS = "set it to the folder that has a folder for each dataset, such as cifar100"
 IMAGENET_CLASSES, IMAGENET_SIZE = 200, 84
 
 
@@ -127,6 +128,8 @@ def _known_folder(name: str) -> Path:
         for folder in (here / name, here / f"{name}-50"):
             if folder.is_dir():
                 return folder
+        if any(here.glob("*.parquet")):
+            raise UserError(f"FCIL_DATA is {here}, which holds images itself; {HOLDS}")
     repo, half = HUB[name]
     try:
         from huggingface_hub import snapshot_download
@@ -170,4 +173,9 @@ def _imagenet_classes(synsets: list[str]) -> list[str]:
 
 def _data_folder() -> Path | None:
     named = os.environ.get("FCIL_DATA")
-    return Path(named).expanduser() if named else None
+    if not named:
+        return None
+    folder = Path(named).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"FCIL_DATA is {folder}, {'a file' if folder.exists() else 'which does not exist'}; {HOLDS}")
+    return folder

@@ -207,8 +207,8 @@ class Scenario:
         if unused and self.benchmark.dataset not in LICENCES:
             found.append(f"{unused} of {len(data.class_names)} classes of {data.name} are in no task")
         if data.skipped:
-            images = "1 image" if data.skipped == 1 else f"{data.skipped} images"
-            found.append(f"{images} of {data.name} could not be read and were left out")
+            images = "1 image is" if data.skipped == 1 else f"{data.skipped} images are"
+            found.append(f"{images} left out of {data.name}, which could not be read")
         if data.name != asked and data.name.startswith(f"{asked}-"):
             found.append(f"{data.name} stands in for {asked}: {len(data.class_names)} classes, in another order")
         return found
