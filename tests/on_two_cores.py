@@ -58,7 +58,7 @@ def rate_rows() -> list[str]:
 
 CHOSEN_FROM = (  # settings of `hr`, as their folders are named
     "contrast=0", "", "contrast=0.3", "contrast=1", "calibrate=1", "calibrate=1,contrast=0.3",
-    "calibrate=0.5,contrast=0.3",
+    "calibrate=0.5,contrast=0.3", "alpha=0.1", "alpha=0.1,calibrate=1,contrast=0.3",
 )  # fmt: skip
 
 

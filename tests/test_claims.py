@@ -206,6 +206,8 @@ def test_the_tables_of_cifar100_on_two_cores_are_those_of_the_runs() -> None:
     finals = {label: row.final if len(row.seeds) > 1 else f"{row.final.mean:.1f}" for label, row in rows.items()}
     assert f"`hr` ends at {finals['hr']} there ({finals['hr (contrast=0)']} without its softmax)" in readme
     assert f"`joint` at {finals['joint (lr=0.03)']}, over three seeds" in readme
+    calibrated = finals["hr (calibrate=1, contrast=0.3)"]
+    assert f"(`--set contrast=0.3 --set calibrate=1`, chosen on held-out images), `hr` at {calibrated}" in readme
     for method, label in (("podnet`,", "podnet (lr=0.03)"), ("finetune`", "finetune (lr=0.03)"), ("hr-literal`",) * 2):
         assert f"`{method} at {finals[label.strip('`')]}" in readme
     for method, rates in on_two_cores.tried().items():  # what did best there is what ran

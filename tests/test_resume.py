@@ -54,6 +54,7 @@ def assert_same(one: Path, other: Path) -> None:
     assert outcome(other)[1].keys() == model.keys()
     assert all(torch.equal(tensor, model[name]) for name, tensor in outcome(other)[1].items())
     assert verify(one) == [] and verify(other) == []
+    assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("method", FILES)
