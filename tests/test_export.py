@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from fcil import cli
 from fcil.deploy.plans import deployed
+from fcil.errors import UserError
 from fcil.model import export_onnx, read_image
 from fcil.plan import Plan, plan, repeating
 from fcil.records import read_tensors
@@ -130,11 +131,17 @@ def test_advice_about_a_committed_run_is_a_command_that_repeats_it(monkeypatch: 
     caught: list[Plan] = []
     monkeypatch.setattr(cli, "_execute", lambda wanted, *how: caught.append(wanted))
     monkeypatch.setattr(cli, "show_result", lambda folder: None)
-    committed = folders(Path(__file__).parent.parent / "results")
-    assert len(committed) > 100
+    committed, repeated = folders(Path(__file__).parent.parent / "results"), 0
     for folder in committed:
-        done(repeating(Plan.read(folder), folder).removeprefix("fcil "))
-        assert caught.pop().same_as(Plan.read(folder)), folder
+        try:
+            wanted = Plan.read(folder)
+        except UserError as error:  # `hr` has lost knobs since
+            assert folder.parent.name.startswith("hr") and "there is no setting" in str(error)
+            continue
+        done(repeating(wanted, folder).removeprefix("fcil "))
+        assert caught.pop().same_as(wanted), folder
+        repeated += 1
+    assert repeated > 250
 
 
 @pytest.mark.parametrize(

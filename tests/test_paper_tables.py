@@ -50,6 +50,7 @@ def test_who_starts_a_run_with_another_rate_than_did_best_is_told() -> None:
     )
     assert advice(plan("icarl", "cifar100-10x10", settings={"exemplar_codec": "webp:300"}))
     known = [("dde", "digits", {}), ("hr", "cifar100-10x10", {}), ("dde", "cifar100-10x10", {"lr": 0.02})]
+    known.append(("dde", "cifar100-10x10", {"holdout": 0.1}))
     other_loss = ("icarl", "cifar100-10x10", {"over": "all"})
     assert not any(advice(plan(*what, settings=settings)) for *what, settings in [*known, other_loss])
 

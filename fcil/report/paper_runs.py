@@ -50,7 +50,8 @@ def tuned(benchmark: str, method: str) -> dict[str, str]:
 def advice(wanted: Plan) -> str:
     """Return what to say to whoever begins a run with the default rate where another did best for the default loss."""
     best = tuned(wanted.benchmark.name, wanted.method).get("lr")
-    if best is None or wanted.settings.keys() & asdict(wanted.config).keys() - {"exemplar_codec"}:
+    own = asdict(wanted.config).keys() - {"exemplar_codec"}
+    if best is None or wanted.settings.keys() & own or wanted.benchmark.holdout:  # rates are chosen on what is held out
         return ""
     ours = f"{wanted.method} runs with lr={wanted.config.lr:g}"
     return f"{ours}; on held-out images of cifar100-10x10 lr={best} did best: --set lr={best}"
