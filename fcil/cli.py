@@ -11,7 +11,7 @@ import typer
 
 from fcil import __version__, cli_deploy, cli_results
 from fcil.cli_results import Device
-from fcil.errors import NO_ROOM, UserError, out_of_memory, quoted
+from fcil.errors import NO_ROOM, UserError, empty_path, out_of_memory, quoted
 from fcil.knobs import knobs
 from fcil.methods import DEFAULT, METHODS
 from fcil.scenario import benchmarks as known
@@ -21,7 +21,6 @@ from fcil.terminal import (
     complain,
     console,
     count,
-    empty,
     errors,
     from_own_code,
     plain_errors,
@@ -110,7 +109,7 @@ def run(
         if "capacity" in typed:
             raise UserError("--capacity belongs to --nodes; a benchmark knows its classes")
         if "data" in typed and not data:
-            raise empty("--data")
+            raise empty_path("--data")
         if data and "benchmark" in typed:
             raise UserError("--data and --benchmark exclude each other; give one of them")
         given = {key: n for key, n in (("tasks", tasks), ("clients", clients), ("active", active)) if n is not None}
@@ -379,7 +378,7 @@ def _execute(
             sys.exit(130)
         complain(f"stopped; the same command goes on, and so does: fcil run --resume {quoted(folder)}")
         sys.exit(130)
-    except (BrokenPipeError, SystemExit):  # the latter is rich's, where a pipe is broken
+    except BrokenPipeError:
         complain(f"stopped, for nobody reads what it says; go on with: fcil run --resume {quoted(folder)}")
         raise
     except (MemoryError, RuntimeError) as error:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fcil.results.runs import Run
 
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+MOST_NAMED = 10  # unfinished runs
 Runs = Annotated[list[Path], typer.Argument(help="Run folders, or folders that hold some.", metavar="RUNS...")]
 Folder = Annotated[Path, typer.Argument(help="The folder of a finished run.", metavar="RUN")]
 
@@ -52,7 +53,8 @@ def table(
     if waiting := unfinished([path for path in runs if path.exists()]):
         how = "go on with" if (waiting[0] / "checkpoint").exists() else "begin again, for want of a checkpoint, with"
         which = f"{how}: fcil run --resume {quoted(waiting[0])}"
-        rest = f" ({count(len(waiting) - 1, 'other')}: {', '.join(map(quoted, waiting[1:]))})" if waiting[1:] else ""
+        others = [*map(quoted, waiting[1:MOST_NAMED]), *(["..."] if waiting[MOST_NAMED:] else [])]
+        rest = f" ({count(len(waiting) - 1, 'other')}: {', '.join(others)})" if others else ""
         complain(f"{count(len(waiting), 'unfinished run')} left out; {which}{rest}")
     if verify:
         wrong = [*left_out, *(sentence for run in found for sentence in differences(run.folder))]

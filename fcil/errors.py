@@ -28,6 +28,11 @@ def lacking(what: str, extra: str) -> UserError:
     return UserError(f"{what}; it comes with the extra {extra}, in fcil's folder: {command}")
 
 
+def empty_path(name: str) -> UserError:
+    """Return the error for a path that is empty; `name` is the option that was to have it."""
+    return UserError(f"{name} is empty, as a shell's variable is that nobody has set; give it a path")
+
+
 def unknown(kind: str, name: str, allowed: Iterable[str]) -> UserError:
     """Return the error for a wrong `name`, with the nearest right one first."""
     names = list(allowed)

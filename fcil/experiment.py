@@ -231,7 +231,7 @@ def restored(folder: Path, device: str = "auto") -> tuple[Plan, Parts]:
 
 def _is_fresh(folder: Path) -> bool:
     """Tell whether no round of a run was done in a folder yet, so that there is nothing to lose."""
-    if any((folder / name).exists() for name in ("checkpoint", "result.json")):
+    if any((folder / name).exists() for name in ("checkpoint", "result.json", "deploy.json")):
         return False
     ledger = folder / "ledger.jsonl"
     return not ledger.exists() or len(read(ledger)) <= 1
@@ -402,6 +402,8 @@ def said_plainly(folder: Path, again: str = "fcil run --resume") -> Iterator[Non
     """Turn what the operating system refuses into a sentence."""
     try:
         yield
+    except BrokenPipeError:
+        raise  # nobody reads what is said: no fault of the folder
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or any(
             text in str(error) for text in ("No space left", "File too large", "quota")

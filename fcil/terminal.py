@@ -17,7 +17,7 @@ from rich.table import Table
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 from typer.models import TyperPath
 
-from fcil.errors import NO_ROOM, UserError, out_of_memory, quoted, unknown
+from fcil.errors import NO_ROOM, UserError, empty_path, out_of_memory, quoted, unknown
 from fcil.knobs import Knob
 from fcil.methods import OWN
 
@@ -26,9 +26,23 @@ if TYPE_CHECKING:
 
 typer.core.HAS_RICH = False  # or else it escapes the brackets of its help for HTML, which shows as \[default: 3]
 MOST_SEEDS = 10_000
-console = Console(highlight=False, markup=False, emoji=False)
-not_cut = Console(highlight=False, markup=False, emoji=False, width=400)  # what goes into a file or a pipe
-errors = Console(highlight=False, markup=False, emoji=False, stderr=True)
+
+
+class Screen(Console):
+    """Where words go as they are; that its reader has gone is for the command to say, where rich would end it."""
+
+    def __init__(self, **given: Any):
+        super().__init__(highlight=False, markup=False, emoji=False, **given)
+
+    def on_broken_pipe(self) -> None:
+        """Print no more."""
+        self.quiet = True
+        raise BrokenPipeError
+
+
+console = Screen()
+not_cut = Screen(width=400)  # what goes into a file or a pipe
+errors = Screen(stderr=True)
 
 
 class Argument(TyperArgument):
@@ -45,13 +59,10 @@ class Place(TyperPath):
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         """Refuse what a shell's variable is that nobody has set."""
         if value == "":
-            raise empty(param.opts[0] if param.param_type_name == "option" else param.make_metavar(ctx).strip("[]."))
+            raise empty_path(
+                param.opts[0] if param.param_type_name == "option" else param.make_metavar(ctx).strip("[].")
+            )
         return super().convert(value, param, ctx)
-
-
-def empty(name: str) -> UserError:
-    """Say that a path is empty."""
-    return UserError(f"{name} is empty, as a shell's variable is that nobody has set; give it a path")
 
 
 typer.main.TyperArgument = Argument  # type: ignore[attr-defined]

@@ -156,11 +156,16 @@ def test_images_travel_as_pictures_of_a_hundred_and_are_the_same_again(tmp_path:
         pq.write_table(table, tmp_path / f"here/{name}-0.parquet")
 
     (tmp_path / "here/words.json").write_text("{}")
+    for name in ("train", "test"):  # where the labels come first, the folders below
+        table = pq.read_table(tmp_path / f"here/{name}-0.parquet")
+        (tmp_path / "here/data").mkdir(exist_ok=True)
+        pq.write_table(table, tmp_path / f"here/data/{name}-0.parquet")
+        pq.write_table(table.select(["label", "img"]), tmp_path / f"here/{name}-0.parquet")
     for words in (("pack", "here", "between"), ("unpack", "between", "there"), ("unpack", "between", "there")):
         subprocess.run([sys.executable, str(LISTS[0].parent / "dense.py"), *words], cwd=tmp_path, check=True)
 
     assert {path.name for path in (tmp_path / "there").iterdir()} == {
-        *(f"{name}-0.parquet" for name in ("train", "test", "val")), "words.json"
+        *(f"{name}-0.parquet" for name in ("train", "test", "val")), "words.json", "data"
     }  # fmt: skip
     assert len(list((tmp_path / "between/train-0.img").glob("*.webp"))) == 2
     assert (tmp_path / "there/val-0.parquet").read_bytes() == (tmp_path / "here/val-0.parquet").read_bytes()
@@ -168,4 +173,6 @@ def test_images_travel_as_pictures_of_a_hundred_and_are_the_same_again(tmp_path:
         table = pq.read_table(tmp_path / f"there/{name}-0.parquet")
         found = [np.asarray(Image.open(io.BytesIO(image["bytes"]))) for image in table["img"].to_pylist()]
         assert np.array_equal(np.stack(found), pixels) and table["label"].to_pylist() == list(range(103))
-        assert table.schema.metadata[b"huggingface"] == b"names"
+        assert table.schema.metadata[b"huggingface"] == b"names" and table.column_names == ["label", "img"]
+        below = Path(f"data/{name}-0.parquet")
+        assert (tmp_path / "there" / below).read_bytes() == (tmp_path / "here" / below).read_bytes()

@@ -7,9 +7,11 @@ from traceback import extract_tb
 import pytest
 
 from fcil.cli import main
+from fcil.deploy.plans import deployed
 from fcil.errors import UserError
-from fcil.experiment import run
+from fcil.experiment import finished, run
 from fcil.methods import method
+from fcil.plan import plan
 from tests.test_readme import blocks
 from tests.typed import typed
 
@@ -79,3 +81,13 @@ def test_a_mistake_in_it_is_shown_from_there_and_mended_where_it_was_run(
     assert said.code == 2 and "own.py has changed since run was begun" in said.err
     own.unlink()
     assert f"run is a run of {own}, which is not there; put it back" in typed("run --resume run").err
+
+
+def test_a_deployment_that_waits_for_nodes_is_not_replaced(tmp_path: Path) -> None:
+    own, folder = tmp_path / "own.py", tmp_path / "run"
+    own.write_text(CODE)
+    folder.mkdir()
+    (folder / "config.toml").write_text(deployed("finetune", None, 0, {}, 10, "fcil serve it.toml").to_toml())
+    (folder / "deploy.json").write_text("{}")
+    with pytest.raises(UserError, match=r"holds another run \(fcil serve it\.toml\)"):
+        finished(folder, plan(str(own)))
