@@ -198,7 +198,8 @@ def assemble(
 def setting_of(wanted: Plan, capacity: int, shape: tuple[int, int, int], device: str = "cpu") -> Setting:
     """Return what both halves of a plan's method are told."""
     b = wanted.benchmark
-    return Setting(capacity, shape, wanted.protocol, budget(b, math.prod(shape)), b.network, b.augment, b.norm, device)
+    kept = budget(b, math.prod(shape))
+    return Setting(capacity, shape, wanted.protocol, kept, b.network, b.augment, b.norm, device, wanted.seed)
 
 
 def the_device(wanted: str) -> str:

@@ -198,6 +198,7 @@ class Setting:
     augment: str = "none"
     norm: str = "batch"  # how the networks normalise
     device: str = "cpu"  # where a server computes that has something to compute
+    seed: int = 0  # the run's: part of the key of all that a server draws
 
     def classifier(self, outputs: int = 1) -> Classifier:
         """Build the benchmark's network with a head for `capacity` classes, of so many outputs each."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fcil import experiment
 from fcil.experiment import Parts, assemble
 from fcil.federation import engine
 from fcil.federation.calls import Answered, Call
@@ -27,6 +28,7 @@ from tests.test_bars import BARS, BASELINES
 
 LEARNS_ALONE: dict[str, dict[str, int]] = {"fedspace": {"pretrain": 0}}  # how to keep a server from training alone
 TOO_SHORT = ("fedftg-plain", "mfcl", "ictrl")  # such runs are too short for their bars: those are left to `make bars`
+SERVER_DRAWS = ("podnet", "glfc", "fedftg", "fedspace", "target", "mfcl", "remind", "remind-plus")
 DECLARED: dict[str, set[str]] = {}  # method -> fields of its replies that hold images or what looks like them
 
 every_method = pytest.mark.parametrize("method", METHODS)
@@ -195,6 +197,16 @@ def test_the_same_seed_gives_the_same_bits(method: str) -> None:
 def test_another_seed_gives_others(method: str) -> None:
     (one, _), (other, _) = watched(method), finished(method, seed=1, rounds=1, benchmark=replace(TINY, tasks=1))
     assert not equal(flatten(one.server.broadcast()), flatten(other.server.broadcast()))
+
+
+@every_file
+def test_what_a_server_draws_by_itself_is_another_with_another_seed(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (one, _), told = watched(method), experiment.setting_of
+    monkeypatch.setattr(experiment, "setting_of", lambda *given: replace(told(*given), seed=1))  # all else has seed 0
+    other, _ = finished(method)
+    assert equal(flatten(one.server.state), flatten(other.server.state)) == (method not in SERVER_DRAWS)
 
 
 @every_file

@@ -440,7 +440,7 @@ def tuned(
     kept = dict(w)
     (w, w_learned), (g, g_learned) = thawed(w), thawed(g)
     total = torch.tensor([v.counts for v in voices]).sum(0)
-    random, number = torch.Generator().manual_seed(seed_of("fakes", task, round)), TUNE["iterations"] * TUNE["fakes"]
+    random, number = torch.Generator().manual_seed(seed_of(0, "fakes", task, round)), TUNE["iterations"] * TUNE["fakes"]
     labels = torch.multinomial(total, int(number), replacement=True, generator=random)
     noise = torch.randn(int(number), int(TUNE["latent"]), generator=random)
     rate = 0.5 * (1 + math.cos(math.pi * round / ROUNDS))
@@ -550,7 +550,7 @@ def test_several_teachers_count_by_their_images_of_each_class() -> None:
               Voice(old, [0, 1], [5.0, 9.0, 0.0, 0.0])]  # fmt: skip
     start = dict(s.weights)
     w, g = tuned(s.weights, s.generator, voices, 1, 1, "clients", False)
-    server.tune([one, two], counts, 1, seed_of("fakes", 1, 1))
+    server.tune([one, two], counts, 1, seed_of(0, "fakes", 1, 1))
     assert gap(s.weights, w) < 1e-9 and gap(s.generator, g) < NEAR and gap(w, start) > 1e-3
 
 

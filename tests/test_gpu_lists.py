@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shlex
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -103,6 +104,16 @@ def test_results_stay_here_while_parts_travel_and_are_known_to_git_again(tmp_pat
     shell("bash", str(tool), "aside")
     travels = shell("git", "ls-files", "--cached", "--others", "--exclude-standard")
     assert "session.sh" in travels and "results" not in travels and result.exists()
+    (tmp_path / "runs/hr/0").mkdir(parents=True)
+    (tmp_path / "runs/hr/0/result.json").touch()
+    (tmp_path / "came").mkdir()
+    shell("tar", "--create", "--gzip", "--remove-files", "--file", "came/runs.tgz", "runs")
+    who = "export GIT_AUTHOR_NAME=a GIT_AUTHOR_EMAIL=a@b GIT_COMMITTER_NAME=a GIT_COMMITTER_EMAIL=a@b"
+    arrived = "results/arrived/hr/0/result.json"
+    assert shell("bash", "-c", f"{who}; bash {tool} home {tmp_path}/came") == arrived + "\n"
+    shutil.rmtree(tmp_path / "came")
+    held = shell("git", "ls-tree", "-r", "--name-only", "HEAD").split()
+    assert held == ["benchmarks/h200/session.sh", arrived, "results/run/result.json"]
     shell("bash", str(tool), "back")
     assert shell("git", "status", "--porcelain") == ""
     (result.parent / "more.json").touch()

@@ -317,7 +317,7 @@ def test_imprinting_takes_centres_of_the_clients_centres_as_long_as_old_proxies(
     corners = 10 * torch.eye(64)[:10]
     near = corners + 0.01 * torch.randn(10, 64, generator=torch.Generator().manual_seed(0))
     one, other = Proposal({2: corners}, {2: torch.full((10,), 9.0)}), Proposal({2: near}, {2: torch.ones(10)})
-    found, length = imprinted(old, task, [one, other, Proposal({}, {})]), old[:2].norm(dim=2).mean()
+    found, length = imprinted(old, task, [one, other, Proposal({}, {})], 0), old[:2].norm(dim=2).mean()
     assert torch.allclose(found[2].norm(dim=1), length) and length > 2
     expected = F.normalize(0.9 * corners + 0.1 * near)
     assert torch.allclose((found[2] / length @ expected.T).amax(0), torch.ones(10), atol=1e-6)
@@ -329,7 +329,7 @@ def test_where_a_class_has_few_images_some_proxies_stand_twice() -> None:
     parts, _ = run(tune_share=0.5)
     few = torch.eye(64)[:3]
     proposals = [Proposal({3: few}, {3: torch.ones(3)})]
-    found = F.normalize(imprinted(parts.server.state.weights[PROXIES], parts.scenario.tasks[1], proposals)[3])
+    found = F.normalize(imprinted(parts.server.state.weights[PROXIES], parts.scenario.tasks[1], proposals, 0)[3])
     assert torch.allclose(found, few[torch.arange(10) % 3], atol=1e-6)
 
 

@@ -541,7 +541,7 @@ def codebooks_by_hand(maps: Tensor, width: int) -> Tensor:
     parts = [part.movedim(1, 3).reshape(-1, width) for part in maps.split(width, 1)]
     books = [torch.zeros(CENTRES, width) for _ in parts]
     for e in range(EXCHANGES):
-        generator = torch.Generator().manual_seed(seed_of("codebooks", e))
+        generator = torch.Generator().manual_seed(seed_of(0, "codebooks", e))
         noise = torch.randn(len(parts), CENTRES, width, generator=generator)
         cells = [
             [found[torch.cdist(found, centres).argmin(1) == c] for c in range(CENTRES)]

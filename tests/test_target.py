@@ -313,7 +313,7 @@ def own(w: Numbers) -> list[Tensor]:
 
 
 def images_of(w: Numbers, student: Numbers, made: Numbers, task: int, reptile: bool) -> Tensor:
-    draws, n = torch.Generator().manual_seed(seed_of("synthesis", task)), 2 * task + 2
+    draws, n = torch.Generator().manual_seed(seed_of(0, "synthesis", task)), 2 * task + 2
     student, made, size = leaves(student), leaves(made), SMALL["batch_made"]
     meta = torch.optim.Adam(own(made), SMALL["generator_steps"] * 0.002, betas=(0.5, 0.999))
     sgd = torch.optim.SGD(own(student), 0.2, momentum=0.9, weight_decay=1e-4)

@@ -5,6 +5,7 @@
 #   here    aside              results/ stays here from now on, for with each part this whole folder travels
 #   there   take N             keep part N, and with part 0 this folder
 #   there   unpack             put the parts together; images are read once, and cached
+#   here    home FOLDER        after each call of `runs`: what came back lies in results/arrived, in a commit of its own
 #   here    back               after the last call: git knows of results/ again
 #   there   runs LISTS K S     the runs of "LIST ...", K at a time, for S seconds at most; their folders come back in $OUT
 #   there   rates LIST K S     likewise, and where a method's best rate is the last one tried, a run beyond it
@@ -37,6 +38,19 @@ aside() {
   git rm -r --cached --quiet results
   mkdir -p .git/info && echo /results/ >>.git/info/exclude
   echo "what you commit now has no results/; first: session.sh back"
+}
+
+home() { # a session may be cut off, and what it did not commit is lost
+  cd "$(dirname "$0")/../.."
+  mkdir -p results/arrived
+  tar --extract --gzip --file "$1/runs.tgz" --strip-components 1 --directory results/arrived
+  local index
+  index=$(mktemp -d)
+  GIT_INDEX_FILE=$index/index git read-tree HEAD # with results/, wherever git's own index has it
+  GIT_INDEX_FILE=$index/index git add --force results/arrived
+  GIT_INDEX_FILE=$index/index git commit --quiet --message "Runs as they came back from the GPU"
+  rm -r "$index"
+  find results/arrived -name result.json
 }
 
 back() {
@@ -138,5 +152,5 @@ tests() {
   cd "$home" && python3 -m pytest -p no:benchmark -q -n 12 tests/test_cuda.py 2>&1 | tee "$OUT/gpu-tests.txt"
 }
 
-[ $# -gt 0 ] || { sed -n '2,16s/^# \?//p' "$0" && exit 2; }
+[ $# -gt 0 ] || { sed -n '2,17s/^# \?//p' "$0" && exit 2; }
 "$@"

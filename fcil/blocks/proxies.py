@@ -58,7 +58,7 @@ def proposed(features: ByClass, count: int, generator: torch.Generator) -> Propo
     return reply
 
 
-def imprinted(proxies: Tensor, task: Task, proposals: Iterable[Proposal]) -> Tensor:
+def imprinted(proxies: Tensor, task: Task, proposals: Iterable[Proposal], seed: int) -> Tensor:
     """Return proxies of which those of new classes are centres of the clients' centres, as long as old ones.
 
     Without any centre a class keeps those it has.
@@ -69,7 +69,7 @@ def imprinted(proxies: Tensor, task: Task, proposals: Iterable[Proposal]) -> Ten
         own = [(reply.centres[j], reply.counts[j]) for reply in proposals if j in reply.centres]
         if own:
             centres, counts = (torch.cat(parts) for parts in zip(*own, strict=True))
-            found, _ = clustered(centres, counts, len(proxies[j]), seed_of("imprint", task.index, j))
+            found, _ = clustered(centres, counts, len(proxies[j]), seed_of(seed, "imprint", task.index, j))
             rows = torch.arange(len(proxies[j])) % len(found)  # where there are too few, some stand twice
             proxies[j] = length * F.normalize(found[rows]).to(proxies)
     return proxies

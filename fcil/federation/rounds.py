@@ -49,6 +49,6 @@ def fit_codebooks(server: Any, clients: Clients, measure: Callable[..., Any], ex
         found = clients.ask(clients.everyone(), measure, server.broadcast())
         if len(found):
             pooled = Cells(*(found.sum(part) for part in ("sums", "squares", "counts")))
-            draws = torch.Generator().manual_seed(seed_of("codebooks", exchange))
+            draws = torch.Generator().manual_seed(seed_of(server.setting.seed, "codebooks", exchange))
             server.state.codebooks, server.state.fitted = moved(server.state.codebooks, pooled, draws), True
         yield

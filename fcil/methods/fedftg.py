@@ -126,7 +126,8 @@ class Server:
         s.weights = updates.mean("weights")
         if came:
             counts = torch.stack([update.counts.cpu() for update in came]).to(s.counts)
-            self.tune([update.weights for update in came], counts, round, seed_of("fakes", task.index, round))
+            seed = seed_of(self.setting.seed, "fakes", task.index, round)
+            self.tune([update.weights for update in came], counts, round, seed)
             s.counts = torch.where(s.old, s.counts, s.counts + (counts.sum(0) - s.counts) / (round + 1))
 
     def tune(self, weights: list[Weights], counts: Tensor, round: int, seed: int) -> None:

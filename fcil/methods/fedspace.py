@@ -123,7 +123,7 @@ class Server:
     def learn_fractals(self) -> None:
         """Train the body to tell fractals apart; the head is as it was."""
         c, p, device = self.config, self.setting.protocol, torch.device(self.setting.device)
-        generator = torch.Generator(device).manual_seed(seed_of("fractals"))
+        generator = torch.Generator(device).manual_seed(seed_of(self.setting.seed, "fractals"))
         images, labels = fractals(c.fractals, EACH, self.setting.shape, generator)
         net, steps = loaded(self.net.to(device), self.state.weights), c.pretrain * p.rounds
         losses = pretrained(net, images, labels, steps, p.batch_size, c.pretrain_lr, generator)

@@ -155,7 +155,7 @@ class Server:
             updates = clients.ask(chosen, Client.train, self.broadcast())
             sent = [row for update in updates for row in update.gradients.values()]
             s.signals += sum(update.signals for update in updates)
-            s.weights, seed = updates.mean("weights"), seed_of("proxies", task.index, round)
+            s.weights, seed = updates.mean("weights"), seed_of(self.setting.seed, "proxies", task.index, round)
             self.proxy.choose(s, sent, c.prototypes, search(c, c.iterates), c.reset_best, seed)
             yield
         clients.ask(clients.everyone(), Client.remember, self.current())

@@ -101,7 +101,7 @@ class Server:
             self.state.old_weights = self.state.weights if task.old else {}
             self.state.new, self.state.old = (mask(own, self.setting.capacity) for own in (task.new, task.old))
         yield from fedavg(self, clients, Client.train)
-        self.state.generator = self.taught(seed_of("generator", task.index))
+        self.state.generator = self.taught(seed_of(self.setting.seed, "generator", task.index))
 
     def taught(self, seed: int) -> Weights:
         """Return the weights of the generator after some more training, against the global model."""

@@ -95,7 +95,7 @@ class Server:
     """Averages what the clients train, and imprints the proxies of new classes."""
 
     def __init__(self, config: Config, setting: Setting):
-        self.config, self.codec = config, named(config.exemplar_codec, setting.shape)
+        self.config, self.seed, self.codec = config, setting.seed, named(config.exemplar_codec, setting.shape)
         self.tune_rounds = math.ceil(config.tune_share * setting.protocol.rounds)
         nothing = mask((), setting.capacity)
         self.state = Model(weights_of(network(config, setting)), {}, nothing, nothing, {})
@@ -114,7 +114,7 @@ class Server:
             self.state.new, self.state.old = (mask(own, len(self.state.new)) for own in (task.new, task.old))
             if task.old:
                 proposals = clients.ask(clients.everyone(), Client.propose, replace(self.state, old_weights={}))
-                proxies = imprinted(self.state.weights[PROXIES], task, proposals)
+                proxies = imprinted(self.state.weights[PROXIES], task, proposals, self.seed)
                 self.state.weights = self.state.weights | {PROXIES: proxies}
         for _ in clients.rounds():
             trained = clients.ask(clients.sample(), Client.train, self.broadcast()).mean("weights")

@@ -80,7 +80,7 @@ class Server:
     """Averages what the clients train, and moves the centres of the codebooks."""
 
     def __init__(self, config: Config, setting: Setting):
-        self.config = config
+        self.config, self.setting = config, setting
         net = SplitClassifier(setting.classifier(), config.plastic)
         codebooks = no_codebooks(net.maps_of(setting.shape)[0], config.part, config.centres)
         self.state = Model(weights_of(net), codebooks, False, mask((), setting.capacity), 0)

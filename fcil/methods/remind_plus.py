@@ -102,7 +102,7 @@ class Server:
     """Averages what the clients train, and moves the centres of the codebooks."""
 
     def __init__(self, config: Config, setting: Setting):
-        self.config = config
+        self.config, self.setting = config, setting
         net, autoencoder, codebooks = networks_of(config, setting)
         nothing = mask((), setting.capacity)
         self.state = Model(weights_of(net), weights_of(autoencoder), codebooks, False, nothing, 0)

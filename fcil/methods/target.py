@@ -108,7 +108,7 @@ class Server:
             self.state.old_weights = self.state.weights if task.old else {}
             self.state.new, self.state.old = (mask(own, self.setting.capacity) for own in (task.new, task.old))
         yield from fedavg(self, clients, Client.train)
-        self.state.images = self.synthesis(seed_of("synthesis", task.index)).images()
+        self.state.images = self.synthesis(seed_of(self.setting.seed, "synthesis", task.index)).images()
 
     def synthesis(self, seed: int) -> Synthesis:
         """Return what makes images of all classes seen: with a generator and a student that know nothing yet."""
