@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fcil import __version__, cli_deploy, cli_results
+from fcil import __version__, cli_deploy, cli_known, cli_results
 from fcil.cli_results import Device
 from fcil.errors import NO_ROOM, UserError, empty_path, out_of_memory, quoted
-from fcil.knobs import knobs
-from fcil.methods import DEFAULT, METHODS
+from fcil.methods import DEFAULT
 from fcil.scenario import benchmarks as known
 from fcil.terminal import (
     Commands,
@@ -23,14 +22,14 @@ from fcil.terminal import (
     count,
     errors,
     from_own_code,
+    option,
     plain_errors,
-    plain_table,
-    print_knobs,
     seeds_of,
     settings_of,
     show_notes,
     show_plan,
     show_result,
+    typed,
 )
 
 if TYPE_CHECKING:
@@ -87,17 +86,17 @@ def run(
     from fcil.plan import Plan, own_data, plan
     from fcil.report.paper_runs import advice
 
-    typed, settings = _typed(ctx), settings_of(set_)
-    if twice := [name for name in ("tasks", "clients", "active") if name in typed and name in settings]:
+    said, settings = typed(ctx), settings_of(set_)
+    if twice := [name for name in ("tasks", "clients", "active") if name in said and name in settings]:
         raise UserError(f"--{twice[0]} and --set {twice[0]}=... say the same; give one of them")
     if resume is not None:
-        if others := [_option(name) for name in typed if name not in HOW]:
+        if others := [option(name) for name in said if name not in HOW]:
             raise UserError(f"--resume reads all else from {resume}; leave out {', '.join(others)}")
         wanted, folder = Plan.read(resume), resume
         if (resume / "deploy.json").exists():
             nodes, capacity = cli_deploy.simulated(resume)
     elif nodes:
-        if others := [_option(name) for name in typed if name in NOT_FOR_NODES]:
+        if others := [option(name) for name in said if name in NOT_FOR_NODES]:
             raise UserError(f"--nodes are asked one by one for their own images; leave out {', '.join(others)}")
         from fcil.deploy.local import on_nodes
         from fcil.deploy.plans import deployed
@@ -106,11 +105,11 @@ def run(
         wanted = on_nodes(deployed(method, protocol or None, seed, {**given, **settings}, capacity, _command()), nodes)
         folder = out or wanted.folder()
     else:
-        if "capacity" in typed:
+        if "capacity" in said:
             raise UserError("--capacity belongs to --nodes; a benchmark knows its classes")
-        if "data" in typed and not data:
+        if "data" in said and not data:
             raise empty_path("--data")
-        if data and "benchmark" in typed:
+        if data and "benchmark" in said:
             raise UserError("--data and --benchmark exclude each other; give one of them")
         given = {key: n for key, n in (("tasks", tasks), ("clients", clients), ("active", active)) if n is not None}
         chosen = own_data(data, **given) if data else known.benchmark(benchmark)
@@ -125,74 +124,8 @@ def run(
     show_result(folder)
 
 
-@app.command()
-def methods(name: Annotated[str, typer.Argument(help="Show every knob of this method.")] = "") -> None:
-    """List the methods, or the knobs of one."""
-    if not name:
-        table = plain_table("method", "family", "what it does; whose it is, what a client keeps and sends, on a GPU")
-        for key, entry in METHODS.items():
-            facts = f"{entry.paper or 'no paper'}; keeps {entry.keeps}; sends {entry.sends}; {entry.on_a_gpu}"
-            table.add_row(key, entry.family, entry.sentence + (f"\n{facts}" if not entry.preset else ""))
-        return console.print(table)
-    from fcil.methods import method
-
-    made = method(name)
-    module = sys.modules[made.server.__module__]
-    console.print((module.__doc__ or "").strip(), soft_wrap=True)
-    config = made.config()
-    print_knobs(f"\nKnobs of {name}, changed by --set knob=value", knobs(type(config)), config)
-    console.print("Every method also has the knobs of the protocol and the benchmark: fcil benchmarks NAME")
-
-
-@app.command()
-def benchmarks(
-    ctx: typer.Context,
-    name: Annotated[str, typer.Argument(help="Show this benchmark: a name, or your own .toml file.")] = "",
-    show: Annotated[
-        bool, typer.Option("--show", help="Deal the images: print and draw who holds how much of which class.")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the partition.")] = 0,
-    set_: Annotated[
-        list[str],
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a knob of the benchmark or its protocol; repeat it."),
-    ] = [],  # noqa: B006 - typer copies it
-    out: Annotated[Path | None, typer.Option(help="With --show: the picture [default: NAME-shares.png]")] = None,
-) -> None:
-    """List the benchmarks, or show one."""
-    if not name and show:
-        raise UserError("say which benchmark: fcil benchmarks NAME --show, such as fcil benchmarks digits --show")
-    if not show and (idle := [_option(option) for option in _typed(ctx) if option in ("seed", "out")]):
-        raise UserError(f"without --show no images are dealt; leave out {', '.join(idle)}, or add --show")
-    if not name and set_:
-        raise UserError("say whose knobs: fcil benchmarks NAME --set KEY=VALUE, such as fcil benchmarks digits ...")
-    if seed < 0:
-        raise UserError(f"seed={seed} is not allowed; seed takes whole numbers at least 0")
-    if not name:
-        table = plain_table("benchmark", "T/K/C/A", "what it is")
-        for b in known.BENCHMARKS.values():
-            table.add_row(b.name, f"{b.tasks}/{b.classes_per_task}/{b.clients}/{b.active}", known.ABOUT[b.name])
-        console.print(table)
-        return console.print("T tasks of K classes, C clients of which A train in a round; more: fcil benchmarks NAME")
-    chosen = known.benchmark(name)
-    timing = known.protocol(chosen.protocol)
-    if set_:
-        from fcil.plan import turned
-
-        chosen, timing = turned((chosen, timing), settings_of(set_), "a benchmark has no knobs of methods")
-    if not show:
-        fixed = ("name", "protocol")
-        settable = {key: knob for key, knob in knobs(type(chosen)).items() if key not in fixed}
-        print_knobs(f"Benchmark {chosen.name}, changed by --set knob=value", settable, chosen)
-        settable = {key: knob for key, knob in knobs(type(timing)).items() if key not in fixed}
-        return print_knobs(f"\nProtocol {timing.name} (--protocol), changed by --set knob=value", settable, timing)
-    from fcil.report.shares import draw_shares, shares_table
-    from fcil.scenario.scenario import Scenario
-
-    scenario = Scenario(chosen, seed)
-    console.print(shares_table(scenario))
-    picture = out or Path(f"{chosen.name}-shares.png")
-    draw_shares(scenario, picture)
-    console.print(f"drawn in {picture}", soft_wrap=True)
+app.command()(cli_known.methods)
+app.command()(cli_known.benchmarks)
 
 
 @app.command(short_help="Run all combinations that are missing.")
@@ -211,19 +144,19 @@ def sweep(
     workers: Workers = 0,
 ) -> None:
     """Run all combinations that are missing; `--set memory=1,2,4` is an axis. It may be killed and started again."""
-    from fcil.experiment import finished
     from fcil.plan import plan
     from fcil.results.runs import find
+    from fcil.run_folder import finished
 
-    typed = _typed(ctx)
+    said = typed(ctx)
     axes = [[(k, v) for v in (text.split(",") if k not in LISTS else [text])] for k, text in settings_of(set_).items()]
     asked = [b.strip() for b in benchmarks.split(",")]
     if paper:
         from fcil.report.paper_runs import runs_of
 
-        if "methods" in typed:
+        if "methods" in said:
             raise UserError("--paper names the methods itself; leave out --methods")
-        wanted = runs_of(paper, asked if "benchmarks" in typed else (), protocol)
+        wanted = runs_of(paper, asked if "benchmarks" in said else (), protocol)
         chosen_runs = [(run.benchmark, run.method, run.settings) for run in wanted]
     else:
         chosen_runs = [(b, m.strip(), {}) for b, m in product(asked, methods.split(","))]
@@ -284,8 +217,8 @@ def bench(
     from fcil.bench import PARTS
     from fcil.bench import bench as measured
     from fcil.errors import unknown
-    from fcil.experiment import the_device
     from fcil.files import write_text
+    from fcil.machine import the_device
     from fcil.report.speed import tables
 
     for name in part:
@@ -350,10 +283,12 @@ def main() -> None:
 def _execute(
     wanted: "Plan", folder: Path, device: str, workers: int, eager: bool = False, tensorboard: Path | None = None
 ) -> None:
-    from fcil.experiment import execute, finished, the_device
+    from fcil.experiment import execute
+    from fcil.machine import the_device
     from fcil.report.progress import follow
     from fcil.report.tensorboard import mirrored
     from fcil.results.ledger import read
+    from fcil.run_folder import finished
 
     the_device(device)
     if finished(folder, wanted):
@@ -389,17 +324,8 @@ def _execute(
         lines.close()  # type: ignore[attr-defined]
 
 
-def _typed(ctx: typer.Context) -> list[str]:
-    """Return the names of the options that were given."""
-    return [name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"]
-
-
 def _command() -> str:
     return shlex.join(["fcil", *sys.argv[1:]])
-
-
-def _option(name: str) -> str:
-    return {"method": "METHOD", "set_": "--set"}.get(name, f"--{name}")
 
 
 if __name__ == "__main__":

@@ -57,9 +57,9 @@ def serve(
     from fcil.deploy.script import Terms
     from fcil.deploy.serving import check_server
     from fcil.deploy.serving import serve as served
-    from fcil.experiment import finished
     from fcil.files import write_text
     from fcil.plan import Plan
+    from fcil.run_folder import finished
     from fcil.terminal import show_result
 
     if resume is not None:
@@ -111,7 +111,7 @@ def join(
     from fcil.deploy.processes import Address
     from fcil.deploy.serving import Seat
     from fcil.deploy.serving import join as joined
-    from fcil.experiment import the_device
+    from fcil.machine import the_device
 
     address = Address.read(server, "--server")
     if key is None and not insecure:
@@ -200,7 +200,8 @@ def simulate(wanted: "Plan", folder: Path, folders: list[Path], capacity: int, d
     from fcil.deploy.local import LocalWire, nodes_of
     from fcil.deploy.script import Terms, log_to, said
     from fcil.deploy.server import serve as lines_of
-    from fcil.experiment import finished, the_device
+    from fcil.machine import the_device
+    from fcil.run_folder import finished
 
     nodes = nodes_of(folders, folder / "nodes", the_device(device))
     if finished(folder, wanted):

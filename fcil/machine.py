@@ -1,4 +1,4 @@
-"""The machine under a run: the commit of its code, the memory it took and keeps."""
+"""The machine under a run: its device, the commit of its code, the memory it took and keeps."""
 
 import ctypes
 import resource
@@ -9,6 +9,8 @@ from multiprocessing import active_children
 from pathlib import Path
 
 import torch
+
+from fcil.errors import UserError
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
@@ -59,3 +61,12 @@ def keep_memory() -> None:
 def _git(*words: str, at: Path) -> str:
     done = subprocess.run(["git", *words], cwd=at, capture_output=True, text=True, check=True, timeout=10)
     return done.stdout.strip()
+
+
+def the_device(wanted: str) -> str:
+    """Return the device to compute on; `auto` takes a GPU if there is one."""
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device={wanted} is not allowed; device takes auto, cpu, cuda")
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("there is no usable CUDA device here; choose --device cpu or auto")
+    return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"

@@ -14,10 +14,10 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor, nn
 
 from fcil.errors import UserError, lacking, quoted
-from fcil.experiment import setting_of
 from fcil.files import whole
 from fcil.method import Client
 from fcil.methods import method
+from fcil.parts import setting_of
 from fcil.plan import Plan, repeating
 from fcil.records import flatten, read_tensors, unflatten, write_tensors
 from fcil.scenario.images import resized, rgb
@@ -43,7 +43,7 @@ class Model:
                 raise UserError(f"{folder} is finished, but was stored without its model; repeat it with: {how}")
             raise UserError(f"{folder} has no model yet; finish it with: fcil run --resume {quoted(folder)}")
         flat, facts = read_tensors(folder / "model.safetensors")
-        made = method(wanted.method)
+        made = method(wanted.code)
         down = get_type_hints(made.server.broadcast)["return"]  # type: ignore[attr-defined]
         try:
             classes, shape = json.loads(facts["classes"]), tuple(json.loads(facts["shape"]))

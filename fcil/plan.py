@@ -41,6 +41,7 @@ class Plan:
     source: str = ""  # digest of the user's own method file
     nodes: tuple[str, ...] = ()  # folders of simulated nodes, by name, which gives them their numbers
     images: str = ""  # digest of the user's own images, as a run that has begun has loaded them
+    copy: str = ""  # of the user's own method file, where that is not what it was any more
 
     def folder(self, root: Path = Path("runs")) -> Path:
         """Return where such a run belongs: BENCHMARK/METHOD/SEED, with what was set beside the method's name."""
@@ -55,15 +56,20 @@ class Plan:
         """Return what the method is called: its name, or that of its file."""
         return Path(self.method).name if self.method.endswith(".py") else self.method
 
+    @property
+    def code(self) -> str:
+        """Return what the method is loaded from: its name, or its file."""
+        return self.copy or self.method
+
     def same_as(self, other: "Plan") -> bool:
         """Tell whether two plans describe the same run, however it was typed."""
-        typed = {"command", "settings", "images"}  # a user's own Config is a new class whenever its file is read
+        typed = {"method", "command", "settings", "images", "copy"}  # a user's own Config is new whenever it is read
         mine, theirs = ({k: v for k, v in asdict(p).items() if k not in typed} for p in (self, other))
-        return mine == theirs
+        return self.name == other.name and mine == theirs
 
     def other_than(self, wanted: "Plan") -> str:
         """Say, behind the words "another run", what is other in this plan than in the one that is wanted."""
-        if self.method != wanted.method:
+        if self.name != wanted.name:
             return f" ({self.command})"
         if self.nodes != wanted.nodes:
             names = [Path(node).name for node in self.nodes]
@@ -126,20 +132,21 @@ class Plan:
                 f"{path.parent} is of format {content.get('format')}; this version of fcil ({__version__}) reads "
                 f"format {FORMAT} only"
             )
-        if (own := str(content.get("method", ""))).endswith(".py") and not Path(own).exists():
-            raise UserError(f"{path.parent} is a run of {own}, which is not there; put it back as it was")
+        own, source = str(content.get("method", "")), str(content.get("source", ""))
+        copy = _copy_of(Path(own), source, path.parent) if own.endswith(".py") else ""
         try:
             return Plan(
                 content["method"],
                 changed(Benchmark(), content["benchmark"]),
                 changed(Protocol(), content["protocol"]),
-                changed(method(content["method"]).config(), content["config"]),
+                changed(method(copy or own).config(), content["config"]),
                 int(content["seed"]),
                 dict(content["settings"]),
                 str(content["command"]),
-                str(content.get("source", "")),
+                source,
                 tuple(map(str, content.get("nodes", ()))),
                 str(content.get("images", "")),
+                copy,
             )
         except UserError as error:
             raise UserError(f"{path}: {error}; if fcil has changed since, {advice}") from None
@@ -225,12 +232,12 @@ def repeating(wanted: Plan, folder: Path) -> str:
     b, p = wanted.benchmark, wanted.protocol
     if b.name in benchmarks.BENCHMARKS and p.name in benchmarks.PROTOCOLS:
         known = benchmarks.benchmark(b.name)
-        pairs = ((known, b), (benchmarks.protocol(p.name), p), (method(wanted.method).config(), wanted.config))
+        pairs = ((known, b), (benchmarks.protocol(p.name), p), (method(wanted.code).config(), wanted.config))
         moved = {k: _text(v) for base, own in pairs for k, v in asdict(own).items() if v != getattr(base, k)}
         if all(moved.values()) and _is(wanted, known, moved):
             protocol = ["--protocol", p.name] if p.name != known.protocol else []
             settings = [word for k, v in moved.items() for word in ("--set", f"{k}={v}")]
-            names = [wanted.method, "--benchmark", b.name, *protocol, "--seed", str(wanted.seed)]
+            names = [wanted.code, "--benchmark", b.name, *protocol, "--seed", str(wanted.seed)]
             return shlex.join(["fcil", "run", *names, *settings, "--out", "again"])
     files = [folder / name for name in ("config.toml", "deploy.json") if (folder / name).exists()]
     command = "serve" if len(files) == 2 and '"nodes": []' in files[1].read_text() else "run"  # nobody is simulated
@@ -240,7 +247,7 @@ def repeating(wanted: Plan, folder: Path) -> str:
 def _is(wanted: Plan, known: Benchmark, moved: Mapping[str, str]) -> bool:
     """Tell whether these settings make the same plan today."""
     try:
-        return plan(wanted.method, known, wanted.protocol.name, wanted.seed, moved).same_as(wanted)
+        return plan(wanted.code, known, wanted.protocol.name, wanted.seed, moved).same_as(wanted)
     except UserError:  # as where an extra is missing that the run had
         return False
 
@@ -260,6 +267,17 @@ def _check_privacy(of: "Method", config: Any, protocol: Protocol) -> None:
 def about(name: str) -> str:
     """Return the sentence that says what a method is."""
     return METHODS[name].sentence if name in METHODS else "a method of your own"
+
+
+def _copy_of(own: Path, source: str, folder: Path) -> str:
+    """Return the copy of a user's own method that its run has, where the file itself is not what it was any more."""
+    if own.is_file() and sha256(own) == source:
+        return ""
+    if (copy := folder / own.name).is_file():
+        return str(copy.resolve())
+    if not own.exists():
+        raise UserError(f"{folder} is a run of {own}, which is not there; put it back as it was")
+    return ""
 
 
 def in_order(nodes: Iterable[Path]) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import typer
 import typer.core
 import typer.main
 from rich.console import Console
@@ -245,3 +246,13 @@ def show_result(folder: Path) -> None:
         console.print(f"what the clients replay: {folder / 'replay.png'}", soft_wrap=True)
     root = folder.parent.parent if folder.name == str(result["seed"]) else folder
     console.print(f"saved in {folder}; compare runs with: fcil table {quoted(root)}", soft_wrap=True)
+
+
+def typed(ctx: typer.Context) -> list[str]:
+    """Return the names of the options that were given."""
+    return [name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+
+
+def option(name: str) -> str:
+    """Return what an option is called where it is typed."""
+    return {"method": "METHOD", "set_": "--set"}.get(name, f"--{name}")

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from fcil.errors import UserError
-from fcil.experiment import assemble, execute
+from fcil.experiment import execute
 from fcil.federation.calls import Answered
 from fcil.federation.loop import learn
 from fcil.federation.replies import Replies
+from fcil.parts import assemble
 from fcil.plan import plan
 from fcil.records import Done, Update, Weights, flatten, record, unflatten
 from fcil.results.metrics import summary

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 from fcil.blocks.correction import corrected, newton_step, slopes
 from fcil.blocks.held_out import divided, rows_in_order, to_hold_out, whole
-from fcil.experiment import Parts, assemble
 from fcil.federation.loop import learn
 from fcil.method import Batch
 from fcil.methods.bic import Client, Config, Given, Memory
+from fcil.parts import Parts, assemble
 from fcil.plan import plan
 from fcil.scenario.tasks import LocalData, Task
 from tests import test_reference as plain

@@ -52,7 +52,7 @@ def test_a_run_that_is_stopped_before_it_began_is_not_said_to_go_on(
     def stopped(*how: object, **more: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fcil.experiment.Scenario", stopped)
+    monkeypatch.setattr("fcil.parts.Scenario", stopped)
     said = typed(f"run finetune {TINY} --out {tmp_path}/run")
     assert (said.code, said.err) == (130, "fcil: stopped before the run had begun; the same command begins it\n")
     assert list(tmp_path.iterdir()) == []
@@ -227,6 +227,7 @@ def test_ones_own_method_may_not_change_under_a_run_that_is_resumed(tmp_path: Pa
     file.write_text(Path(finetune.__file__).read_text())
     done(f"run {file} {TINY} --out {tmp_path}/run")
     (tmp_path / "run" / "result.json").unlink()
+    (tmp_path / "run" / "mine.py").unlink()  # the run's own copy, with which it would go on
     file.write_text(file.read_text() + "# another\n")
     said = typed(f"run --resume {tmp_path}/run")
     assert said.code == 2 and "mine.py has changed since" in said.err and "put it back as it was" in said.err

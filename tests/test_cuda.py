@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from fcil.blocks.inversion import LeNet, descended, gradients
 from fcil.blocks.training import weights_of
-from fcil.experiment import Parts, assemble, execute
+from fcil.experiment import execute
 from fcil.federation.calls import Call, Question
 from fcil.federation.engine import Engine
 from fcil.federation.loop import learn
 from fcil.method import Batch, Fit, Method, Nets, Pool, Setting, Training, remote
 from fcil.methods import METHODS
 from fcil.networks.norm import kernels_work
+from fcil.parts import Parts, assemble
 from fcil.records import Nothing, Update, Weights, flatten, read_tensors, record
 from fcil.results.runs import read_result
 from fcil.scenario.benchmarks import Protocol

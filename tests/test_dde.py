@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fcil.blocks.causal_effects import joint_cross_entropy, nearest, total_direct_effect
-from fcil.experiment import Parts, assemble
 from fcil.federation.calls import Call
 from fcil.federation.loop import learn
 from fcil.method import Batch, Fit
 from fcil.methods.dde import Client, Given, Memory, Model
+from fcil.parts import Parts, assemble
 from fcil.plan import plan
 from fcil.scenario.tasks import LocalData, mask
 from tests import test_reference as reference

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fcil.analysis import decomposition as apart
-from fcil.experiment import assemble
 from fcil.federation.loop import learn
+from fcil.parts import assemble
 from tests.conftest import TINY, tiny_plan
 
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from fcil.blocks.losses import log_shares
 from fcil.blocks.training import loaded, weights_of
-from fcil.experiment import assemble
 from fcil.federation.calls import Call
 from fcil.federation.engine import Engine, seeded, threads
 from fcil.federation.fitting import order, rate, work
 from fcil.federation.in_process import InProcess
 from fcil.federation.loop import learn
 from fcil.method import Batch, Fit, Method, Nets, Pool, Setting, Trained, Training, remote
+from fcil.parts import assemble
 from fcil.records import ByClass, Done, Update, Weights, record
 from fcil.scenario.benchmarks import Protocol
 from fcil.scenario.memory import Budget

@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fcil import experiment
-from fcil.experiment import Parts, assemble
 from fcil.federation import engine
 from fcil.federation.calls import Answered, Call
 from fcil.federation.clients import Door
 from fcil.federation.in_process import InProcess
 from fcil.federation.loop import Line, learn
 from fcil.methods import METHODS, family
+from fcil.parts import Parts, assemble, setting_of
 from fcil.plan import Plan
 from fcil.records import Weights, flatten, size_in_bytes, unflatten
 from fcil.scenario.reach import handing_over
@@ -203,8 +202,8 @@ def test_another_seed_gives_others(method: str) -> None:
 def test_what_a_server_draws_by_itself_is_another_with_another_seed(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (one, _), told = watched(method), experiment.setting_of
-    monkeypatch.setattr(experiment, "setting_of", lambda *given: replace(told(*given), seed=1))  # all else has seed 0
+    one, _ = watched(method)
+    monkeypatch.setattr("fcil.parts.setting_of", lambda *given: replace(setting_of(*given), seed=1))  # all else has 0
     other, _ = finished(method)
     assert equal(flatten(one.server.state), flatten(other.server.state)) == (method not in SERVER_DRAWS)
 

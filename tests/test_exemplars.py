@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from fcil.blocks.codec import RawCodec
 from fcil.blocks.exemplars import holdings, new_images, pictured, shares
-from fcil.experiment import assemble, execute
+from fcil.experiment import execute
 from fcil.federation.loop import learn
 from fcil.methods import METHODS
+from fcil.parts import assemble
 from fcil.results.gallery import Gallery
 from fcil.scenario.datasets import Dataset
 from fcil.scenario.scenario import Scenario

@@ -22,12 +22,13 @@ from fcil.blocks.hard_images import (
     soft_cross_entropy,
 )
 from fcil.blocks.training import weights_of
-from fcil.experiment import Parts, assemble, run
+from fcil.experiment import run
 from fcil.federation.engine import threads
 from fcil.federation.fitting import order
 from fcil.federation.loop import learn
 from fcil.methods.fedftg import Client, Message, State
 from fcil.networks.conditional_generator import ConditionalGenerator
+from fcil.parts import Parts, assemble
 from fcil.plan import plan
 from fcil.records import flatten, read_tensors
 from fcil.scenario.scenario import Scenario

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fcil.blocks.prototypes import contrast, followed, noisy, radius_of
 from fcil.blocks.training import loaded
-from fcil.experiment import Parts, assemble, run
+from fcil.experiment import run
 from fcil.federation.calls import Answered, Call
 from fcil.federation.engine import threads
 from fcil.federation.fitting import order
@@ -24,6 +24,7 @@ from fcil.federation.in_process import InProcess
 from fcil.federation.loop import Line, learn
 from fcil.method import Batch
 from fcil.methods.fedspace import TURNS, Client, Config, Given, mixed, turns
+from fcil.parts import Parts, assemble
 from fcil.plan import plan
 from fcil.records import size_in_bytes
 from fcil.scenario.scenario import Scenario

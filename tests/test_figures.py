@@ -223,9 +223,9 @@ def test_one_size_is_no_figure_of_capacity(tmp_path: Path) -> None:
 
 
 def test_the_sizes_of_the_figure_are_those_of_the_networks() -> None:
-    from fcil.experiment import setting_of
     from fcil.methods.hr import codec_of
     from fcil.methods.hr_literal import network_of
+    from fcil.parts import setting_of
 
     setting = setting_of(
         plan("hr", Benchmark("x", "digits", tasks=5, classes_per_task=2, network="small")), 10, (1, 8, 8)

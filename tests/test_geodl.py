@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fcil.blocks.subspaces import Geodesic, geodesic, principal
-from fcil.experiment import Parts, assemble
 from fcil.federation.calls import Call
 from fcil.federation.loop import learn
 from fcil.method import Batch, Fit
 from fcil.methods.geodl import Client, Memory, geodesic_loss
+from fcil.parts import Parts, assemble
 from fcil.plan import plan
 from fcil.scenario.tasks import mask
 from tests import test_reference as reference

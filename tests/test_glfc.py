@@ -17,11 +17,12 @@ from fcil.blocks.class_pace import compensation
 from fcil.blocks.inversion import LeNet, gradients, labels_in
 from fcil.blocks.prototype_gradients import Search
 from fcil.blocks.training import loaded
-from fcil.experiment import Parts, assemble, run
+from fcil.experiment import run
 from fcil.federation.engine import threads
 from fcil.federation.loop import Line, learn
 from fcil.method import Batch
 from fcil.methods.glfc import Client, Config, Given, Memory, Model, Server, State
+from fcil.parts import Parts, assemble
 from fcil.records import flatten, read_tensors, size_in_bytes
 from fcil.scenario.scenario import Scenario
 from fcil.scenario.tasks import LocalData, Task, mask

@@ -24,13 +24,14 @@ from fcil.blocks.centroids import nearest
 from fcil.blocks.codec import Fitted, LearnedCodec, TransformCodec, build
 from fcil.blocks.transform_codec import square
 from fcil.errors import UserError
-from fcil.experiment import Parts, assemble, execute
+from fcil.experiment import execute
 from fcil.federation import engine
 from fcil.federation.calls import Call
 from fcil.federation.loop import Line, learn
 from fcil.method import Batch, Fit, Pictures
 from fcil.methods import METHODS, hr
 from fcil.methods.hr import Client, Config, Given, Memory, Model, Proposal
+from fcil.parts import Parts, assemble
 from fcil.plan import Plan, plan
 from fcil.records import Done, Weights, flatten, read_tensors, size_in_bytes, unflatten
 from fcil.results.ledger import read

@@ -25,7 +25,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from fcil.blocks.centroids import side_by_side
-from fcil.experiment import Parts, assemble, execute
+from fcil.experiment import execute
 from fcil.federation import engine
 from fcil.federation.calls import Call
 from fcil.federation.loop import Line, learn
@@ -33,6 +33,7 @@ from fcil.files import sha256
 from fcil.method import Batch, Fit
 from fcil.methods import METHODS, hr_literal
 from fcil.methods.hr_literal import Client, Memory, Model, Proposal, Remembered
+from fcil.parts import Parts, assemble
 from fcil.records import Weights, flatten, read_tensors, size_in_bytes, write_tensors
 from fcil.results import gallery
 from fcil.results.ledger import read, result_of, verify

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fcil.experiment import assemble
 from fcil.federation.fitting import order
 from fcil.federation.loop import learn
+from fcil.parts import assemble
 from fcil.plan import plan
 from fcil.scenario.scenario import Scenario
 from fcil.seeds import seed_of

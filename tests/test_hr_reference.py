@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fcil.experiment import assemble
 from fcil.federation.fitting import order
 from fcil.federation.loop import learn
+from fcil.parts import assemble
 from fcil.plan import plan
 from fcil.seeds import seed_of
 from tests.conftest import TINY

@@ -17,10 +17,10 @@ from fcil.blocks.exemplars import herded
 from fcil.blocks.losses import binary_cross_entropy
 from fcil.blocks.nearest_mean import feature_sums, nearness
 from fcil.errors import UserError
-from fcil.experiment import Parts, assemble
 from fcil.federation.loop import learn
 from fcil.method import Batch
 from fcil.methods.icarl import Given, Memory, loss
+from fcil.parts import Parts, assemble
 from fcil.plan import plan
 from fcil.records import size_in_bytes
 from fcil.scenario.tasks import mask

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fcil.blocks.class_directions import gaussians, subspace
-from fcil.experiment import Parts, assemble
 from fcil.federation.fitting import order
 from fcil.federation.loop import learn
 from fcil.method import Batch, Setting
 from fcil.methods.ictrl import METHOD, Config, Model, recalled
+from fcil.parts import Parts, assemble
 from fcil.plan import plan
 from fcil.records import flatten
 from fcil.scenario.benchmarks import BENCHMARKS, protocol

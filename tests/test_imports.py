@@ -11,8 +11,8 @@ import fcil
 ROOT = Path(fcil.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-ASSEMBLY = {"experiment", "plan", "model", "deploy"}  # put a run together from all the rooms
-PEOPLE = {"report", "cli", "cli_deploy", "cli_results", "terminal", "__main__"}  # talk to people
+ASSEMBLY = {"experiment", "parts", "run_folder", "plan", "model", "deploy"}  # put a run together from all the rooms
+PEOPLE = {"report", "cli", "cli_deploy", "cli_known", "cli_results", "terminal", "__main__"}  # talk to people
 ROOMS = {"scenario", "networks", "blocks", "federation", "method", "methods", "results", "analysis"}
 
 FORBIDDEN = {
@@ -28,9 +28,11 @@ FORBIDDEN = {
     "methods": {"results", "analysis"} | ASSEMBLY | PEOPLE,
     "results": {"federation", "methods", "method", "networks", "blocks", "analysis"} | ASSEMBLY | PEOPLE,
     "analysis": PEOPLE,
+    "parts": {"experiment", "run_folder", "deploy"} | PEOPLE,
+    "run_folder": {"experiment", "deploy"} | PEOPLE,
     "experiment": {"deploy"} | PEOPLE,
     "deploy": PEOPLE,
-    "report": {"cli", "cli_deploy", "cli_results", "__main__"},
+    "report": {"cli", "cli_deploy", "cli_known", "cli_results", "__main__"},
 }
 EXCEPTIONS = {  # pure functions of counts and scores, whose results are lines of the ledger
     ("federation/loop.py", "fcil.results.metrics"),

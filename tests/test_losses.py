@@ -22,10 +22,10 @@ from fcil.blocks.losses import (
     squared_error,
     weighted_distance,
 )
-from fcil.experiment import Parts, assemble
 from fcil.federation.engine import threads
 from fcil.method import Batch, Fit
 from fcil.methods import METHODS
+from fcil.parts import Parts, assemble
 from fcil.records import flatten, unflatten
 from tests.conftest import tiny_plan
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fcil.errors import UserError
-from fcil.experiment import Parts, assemble
 from fcil.federation import engine
 from fcil.federation.fitting import order
 from fcil.federation.loop import learn
 from fcil.method import Batch, Fit
 from fcil.methods.mfcl import Client, Config, Given, Model, Server, head_distance
+from fcil.parts import Parts, assemble
 from fcil.seeds import seed_of
 from tests import test_reference as plain
 from tests.conftest import QUICK, tiny_plan

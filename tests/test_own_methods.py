@@ -9,9 +9,10 @@ import pytest
 from fcil.cli import main
 from fcil.deploy.plans import deployed
 from fcil.errors import UserError
-from fcil.experiment import finished, run
+from fcil.experiment import run
 from fcil.methods import method
 from fcil.plan import plan
+from fcil.run_folder import finished
 from tests.test_readme import blocks
 from tests.typed import typed
 
@@ -79,8 +80,33 @@ def test_a_mistake_in_it_is_shown_from_there_and_mended_where_it_was_run(
     own.write_text(CODE + "\n")
     said = typed(f"run own.py {' '.join(words)}")
     assert said.code == 2 and "own.py has changed since run was begun" in said.err
+
+
+def test_a_run_has_a_copy_of_it_and_goes_on_wherever_the_file_is(tmp_path: Path) -> None:
+    own, moved, folder = tmp_path / "own.py", tmp_path / "elsewhere/own.py", tmp_path / "run"
+    own.write_text(CODE)
+    words = f"--set rounds=1 --set steps=1 --workers 1 --out {folder}"
+    assert typed(f"run {own} {words}").code == 0
+    weights = (folder / "model.safetensors").read_bytes()
+
+    def goes_on(command: str) -> None:
+        for name in ("result.json", "model.safetensors"):
+            (folder / name).unlink()
+        assert typed(command).code == 0 and (folder / "model.safetensors").read_bytes() == weights
+
+    own.write_text(CODE + "# another\n")
+    goes_on(f"run --resume {folder}")
     own.unlink()
-    assert f"run is a run of {own}, which is not there; put it back" in typed("run --resume run").err
+    goes_on(f"run --resume {folder}")
+    moved.parent.mkdir()
+    moved.write_text(CODE)
+    goes_on(f"run {moved} {words}")
+    (folder / "own.py").write_text(CODE + "# another\n")
+    (folder / "result.json").unlink()
+    said = typed(f"run --resume {folder}")
+    assert said.code == 2 and "own.py has changed since" in said.err and "put it back as it was" in said.err
+    (folder / "own.py").unlink()
+    assert f"run is a run of {own}, which is not there; put it back" in typed(f"run --resume {folder}").err
 
 
 def test_a_deployment_that_waits_for_nodes_is_not_replaced(tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ from torch.nn import functional as F
 
 from fcil.blocks.pooled_outputs import flat, spatial
 from fcil.blocks.proxies import Proposal, clustered, imprinted, nca, nca_as_printed, nca_of_the_code
-from fcil.experiment import Parts
 from fcil.federation.engine import threads
 from fcil.method import Batch
 from fcil.methods.podnet import PROXIES, Client, Given
 from fcil.methods.podnet import given as given_by
 from fcil.networks import build, build_with_proxies
 from fcil.networks.heads import Proxies
+from fcil.parts import Parts
 from fcil.records import Weights, size_in_bytes
 from tests.conftest import TINY, tiny_plan
 from tests.test_every_method import Seen, Watching, lines_of, parts_of

@@ -16,8 +16,8 @@ from sklearn.cluster import KMeans, kmeans_plusplus
 from torch import Tensor
 from torch.nn import functional as F
 
-from fcil.experiment import assemble
 from fcil.federation.loop import learn
+from fcil.parts import assemble
 from fcil.plan import plan
 from tests.conftest import TINY
 from tests.test_reference import order, seed_of

@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 
 from fcil.errors import UserError
-from fcil.experiment import assemble, execute
+from fcil.experiment import execute
 from fcil.federation import privacy
 from fcil.federation.calls import Call
 from fcil.federation.replies import Replies
@@ -19,6 +19,7 @@ from fcil.method import answers, reply_type
 from fcil.methods import method
 from fcil.methods.hr import Client
 from fcil.methods.podnet import Proposal as Centres
+from fcil.parts import assemble
 from fcil.plan import plan
 from fcil.records import ByClass, Done, Update, Weights, flatten, read_tensors, record
 from fcil.results.ledger import verify

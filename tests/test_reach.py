@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from fcil.experiment import Parts, assemble
 from fcil.federation.calls import Call
 from fcil.federation.loop import learn
+from fcil.parts import Parts, assemble
 from fcil.scenario.datasets import load
 from fcil.scenario.reach import DataGone, at_work, handing_over, within_reach
 from tests.conftest import tiny_plan

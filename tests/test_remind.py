@@ -18,13 +18,13 @@ from fcil.blocks.feature_replay import beta, cropped, kept, mixed_cross_entropy,
 from fcil.blocks.quantizer import coded, decoded
 from fcil.blocks.training import loaded
 from fcil.errors import UserError
-from fcil.experiment import Parts, assemble
 from fcil.federation.engine import threads
 from fcil.federation.fitting import order
 from fcil.federation.loop import Line, learn
 from fcil.method import Fit
 from fcil.networks import build
 from fcil.networks.split import SplitClassifier
+from fcil.parts import Parts, assemble
 from fcil.plan import plan
 from fcil.records import flatten, size_in_bytes, unflatten
 from fcil.scenario.tasks import mask

@@ -11,12 +11,12 @@ from torch.nn import functional as F
 from fcil.blocks.quantizer import code_bytes, coded, decoded, no_codebooks
 from fcil.blocks.training import loaded
 from fcil.errors import UserError
-from fcil.experiment import assemble
 from fcil.federation.engine import threads
 from fcil.federation.fitting import order
 from fcil.method import Batch
 from fcil.methods.remind_plus import Client, Config, Given
 from fcil.networks.map_autoencoder import MapAutoEncoder
+from fcil.parts import assemble
 from fcil.records import flatten
 from fcil.scenario.tasks import mask
 from tests import test_reference as reference

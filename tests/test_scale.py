@@ -15,10 +15,10 @@ import torch
 from fcil import experiment
 from fcil.bench.growth import Cost, Row, Size, apart, cost, growth
 from fcil.errors import UserError
-from fcil.experiment import Parts, assemble
 from fcil.federation import in_process
 from fcil.federation.loop import learn
 from fcil.federation.store import Checkpoints, packed, unpacked
+from fcil.parts import Parts, assemble
 from fcil.plan import plan
 from fcil.records import flatten, size_in_bytes
 from fcil.results import gallery

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fcil.experiment import Parts, assemble
 from fcil.federation.loop import learn
 from fcil.method import Batch, Fit
 from fcil.methods.ssil import Client, Config, Model, log_softmax_by_task, separated_cross_entropy, taskwise_distillation
+from fcil.parts import Parts, assemble
 from tests import test_reference as plain
 from tests.conftest import TINY, tiny_plan
 from tests.test_losses import LABELS, LOGITS, TEACHER

@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from fcil.blocks.losses import cross_entropy
 from fcil.blocks.meta_generator import Synthesis, disagreement
 from fcil.errors import UserError
-from fcil.experiment import Parts, assemble
 from fcil.federation import engine
 from fcil.federation.fitting import order
 from fcil.federation.loop import learn
 from fcil.method import Batch, Fit
 from fcil.methods.target import Client, Config, Given, Model, Server, soft_cross_entropy
+from fcil.parts import Parts, assemble
 from fcil.seeds import seed_of
 from tests import test_reference as plain
 from tests.conftest import QUICK, tiny_plan

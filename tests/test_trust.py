@@ -15,13 +15,14 @@ from torch import Tensor
 
 from fcil import __version__
 from fcil.errors import UserError
-from fcil.experiment import Parts, assemble, execute
+from fcil.experiment import execute
 from fcil.federation import trust
 from fcil.federation.calls import Answered, Call, Origin
 from fcil.federation.clients import MOST_TRIES, Door
 from fcil.federation.loop import learn
 from fcil.federation.outliers import far_out
 from fcil.method import remote
+from fcil.parts import Parts, assemble
 from fcil.plan import Plan
 from fcil.records import ByClass, Update, Weights, flatten, record, varying
 from fcil.report.outcome import trust as told

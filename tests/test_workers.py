@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fcil.errors import UserError
-from fcil.experiment import Parts, assemble, execute
+from fcil.experiment import execute
 from fcil.federation import shared, workers
 from fcil.federation.adaptive import TRIED, Adaptive, crew
 from fcil.federation.calls import Answered, Call, Question
@@ -30,6 +30,7 @@ from fcil.federation.shared import Block, Shelf
 from fcil.federation.workers import Workers
 from fcil.method import Setting
 from fcil.methods import method
+from fcil.parts import Parts, assemble
 from fcil.records import Weights, flatten
 from fcil.scenario.benchmarks import Protocol
 from fcil.scenario.memory import Budget

@@ -20,8 +20,9 @@ from fcil.analysis.memory import exemplars_of, memory_report
 from fcil.analysis.privacy import Auc, Nearest, auc, losses, margins, matched, nearest, psnr, ssim
 from fcil.blocks.codec import Codec, RawCodec, TransformCodec, WebpCodec
 from fcil.errors import UserError
-from fcil.experiment import Parts, restored
+from fcil.experiment import restored
 from fcil.files import write_text
+from fcil.parts import Parts
 from fcil.records import Weights
 from fcil.results.runs import read_result
 from fcil.seeds import seed_of

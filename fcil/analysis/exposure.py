@@ -14,10 +14,10 @@ from fcil.analysis.memory import exemplars_of
 from fcil.analysis.privacy import nearest
 from fcil.blocks.codec import TransformCodec
 from fcil.errors import UserError
-from fcil.experiment import Parts
 from fcil.federation.calls import Call
 from fcil.federation.engine import seeded_data, threads
 from fcil.method import Exposed
+from fcil.parts import Parts
 from fcil.scenario.tasks import LocalData, Task
 from fcil.seeds import seed_of
 

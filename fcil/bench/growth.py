@@ -17,10 +17,10 @@ from statistics import median
 import torch
 
 from fcil.errors import UserError
-from fcil.experiment import assemble
 from fcil.federation.engine import threads
 from fcil.federation.loop import learn
 from fcil.machine import peak, reset_peak
+from fcil.parts import assemble
 from fcil.plan import plan
 from fcil.scenario import synthetic
 from fcil.scenario.benchmarks import Benchmark

@@ -8,10 +8,10 @@ from statistics import median
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fcil.experiment import assemble
 from fcil.federation.engine import cores, threads
 from fcil.federation.loop import learn
 from fcil.networks import build
+from fcil.parts import assemble
 from fcil.plan import plan
 from fcil.scenario.benchmarks import BENCHMARKS, PROTOCOLS, Benchmark
 from fcil.scenario.datasets import Dataset

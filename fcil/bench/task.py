@@ -26,13 +26,13 @@ from torch.nn import functional as F
 import fcil
 from fcil.blocks.training import loaded, weights_of
 from fcil.errors import UserError
-from fcil.experiment import Parts, assemble
 from fcil.federation.engine import seeded, threads
 from fcil.federation.fitting import order
 from fcil.federation.loop import learn
 from fcil.federation.rounds import fedavg
 from fcil.knobs import knob
 from fcil.method import Batch, Clients, Fit, Method, Nets, Pool, Setting, Training, remote
+from fcil.parts import Parts, assemble
 from fcil.plan import plan
 from fcil.records import Nothing, Update, Weights, read_tensors, record, write_tensors
 from fcil.scenario.benchmarks import Benchmark

@@ -11,13 +11,13 @@ from fcil import __version__
 from fcil.deploy.folders import Arrivals, inventory
 from fcil.deploy.messages import ASK, EVALUATE, LOOK, VERSION, Reply, Request
 from fcil.errors import UserError
-from fcil.experiment import setting_of
 from fcil.federation.calls import Call, Origin
 from fcil.federation.engine import Engine
 from fcil.federation.in_process import differ, snapshot
 from fcil.federation.versions import Place, Versions
 from fcil.method import Method
 from fcil.methods import family, method
+from fcil.parts import setting_of
 from fcil.plan import Plan
 from fcil.records import flatten, keep_no_more, unflatten
 from fcil.scenario.memory import Budget

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fcil.errors import UserError, unknown
-from fcil.experiment import setting_of
 from fcil.methods import DEFAULT, METHODS, method
+from fcil.parts import setting_of
 from fcil.plan import Plan, plan, settable
 from fcil.scenario.benchmarks import Benchmark, Protocol
 from fcil.scenario.memory import NODES

@@ -19,7 +19,6 @@ from fcil.deploy.growth import grown
 from fcil.deploy.messages import VERSION
 from fcil.deploy.registry import Registry, room_for
 from fcil.deploy.roster import Roster
-from fcil.experiment import locked, said_plainly, setting_of, write_outcome
 from fcil.federation.calls import Call
 from fcil.federation.clients import Cursor, Door
 from fcil.federation.engine import seeded, threads
@@ -29,10 +28,12 @@ from fcil.files import append_line, set_aside, write_text
 from fcil.machine import commit, reset_peak
 from fcil.method import Server, Setting
 from fcil.methods import method
+from fcil.parts import setting_of
 from fcil.plan import Plan
 from fcil.records import flatten, size_in_bytes, unflatten
 from fcil.results.ledger import Ledger
 from fcil.results.runs import FORMAT
+from fcil.run_folder import locked, said_plainly, write_outcome
 from fcil.scenario.tasks import Task
 
 
