@@ -19,7 +19,6 @@ from fcil.blocks.quantizer import coded, decoded
 from fcil.blocks.training import loaded
 from fcil.errors import UserError
 from fcil.federation.engine import threads
-from fcil.federation.fitting import order
 from fcil.federation.loop import Line, learn
 from fcil.method import Fit
 from fcil.networks import build
@@ -28,9 +27,9 @@ from fcil.parts import Parts, assemble
 from fcil.plan import plan
 from fcil.records import flatten, size_in_bytes, unflatten
 from fcil.scenario.tasks import mask
-from fcil.seeds import seed_of
 from tests import test_reference as reference
 from tests.conftest import tiny_plan
+from tests.test_reference import order, seed_of
 
 ALL = mask((0, 1, 2, 3), 4)
 LOGITS = torch.tensor([[1.0, 2.0, 3.0, 0.5], [0.2, -1.0, 0.3, 2.0]])
@@ -302,10 +301,11 @@ def test_in_the_first_task_the_whole_network_learns_from_images() -> None:
 
 
 def test_later_tasks_train_on_codes_alone() -> None:
-    for _, _, fit in (f for f in ran().fits if f[0] > 0):
+    for task, _, fit in (f for f in ran().fits if f[0] > 0):
         codes = fit.pool.extra["codes"]
         assert fit.pool.images.numel() == 0 and codes.dtype == torch.uint8 and codes.shape[1] == UNIT
-        assert fit.beside["replay"].batch_size == 2 * 16, "as many mixed ones as new ones"
+        assert fit.beside["replay"].batch_size == 2 * 16 * task, "an old class as often as a new one, mixed by twos"
+    assert {fit.beside["replay"].batch_size for task, _, fit in ran(replay=5).fits if task} == {10}
 
 
 def test_codebooks_are_found_by_exchanges_with_everyone_after_the_first_task() -> None:
@@ -454,7 +454,7 @@ ROUNDS, STEPS, BATCH, LR, CLIP, DECAY, MOMENTUM = (
     reference.MOMENTUM,
 )  # fmt: skip
 CENTRES, EXCHANGES, ALPHA = 8, 6, 0.4
-ALONE = replace(reference.ALONE, tasks=2, memory=1000, memory_scope="client")  # nothing has to go
+ALONE = replace(reference.ALONE, memory=1000, memory_scope="client")  # nothing has to go
 SETTINGS = {**reference.PROTOCOL, "centres": CENTRES, "exchanges": EXCHANGES, "mixup": ALPHA}
 
 
@@ -466,23 +466,21 @@ class Run:
     data: list[tuple[Tensor, Tensor]]
     weights: list[Numbers]  # after each task
     codebooks: Tensor
-    codes: Tensor  # kept after the first task, in the order in which they are replayed
-    labels: Tensor
+    kept: list[tuple[Tensor, Tensor]]  # codes and labels after each task, in the order in which they are replayed
 
 
 @cache
 def by_fcil(method: str = "remind", **settings: Any) -> Run:
     parts = assemble(plan(method, ALONE, settings={**SETTINGS, **settings}), "cpu", workers=1)
     state = parts.server.state
-    out = Run(weights_in(state), [], [], *(torch.zeros(0) for _ in range(3)))
+    out = Run(weights_in(state), [], [], torch.zeros(0), [])
     for line in learn(parts.scenario, parts.server, parts.door, parts.engine):
         if line["kind"] == "task":
             data, memory = parts.scenario.local(0, parts.door.task), parts.transport.memories[0]
             out.data.append((data.images, data.labels))
             out.weights.append(weights_in(state))
-            if line["task"] == 0:
-                out.codes = torch.cat(list(memory.codes.values()))
-                out.labels = torch.tensor([j for j, rows in memory.codes.items() for _ in rows])
+            labels = torch.tensor([j for j, rows in memory.codes.items() for _ in rows])
+            out.kept.append((torch.cat(list(memory.codes.values())), labels))
     out.codebooks = state.codebooks
     return out
 
@@ -590,24 +588,70 @@ def step_generator(step: int) -> torch.Generator:
 
 
 def replay_by_hand(
-    score: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, least: float, generator: torch.Generator,
+    score: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, known: list[int], least: float, generator: torch.Generator,
     mixup: bool = True, crop: bool = True,
 ) -> Tensor:  # fmt: skip
-    """The loss of a batch of new maps, and after them twice as many to be mixed by twos; four classes are known."""
-    known = [0, 1, 2, 3]
+    """The loss of a batch of new maps, and after them those to be mixed by twos."""
+    half = (len(x) - BATCH) // 2
     u = torch.rand(4, len(x), generator=generator)
     share = share_by_hand(generator) if mixup else 1.0
     if crop:
         x = torch.stack([piece(own, window) for own, window in zip(x, windows_from(u, least), strict=True)])
-    said = score(torch.cat([x[:BATCH], share * x[BATCH : 2 * BATCH] + (1 - share) * x[2 * BATCH :]]))
-    total = reference.likelihood(said[:BATCH], y[:BATCH], known)
-    total = total + share * reference.likelihood(said[BATCH:], y[BATCH : 2 * BATCH], known)
-    return (total + (1 - share) * reference.likelihood(said[BATCH:], y[2 * BATCH :], known)) / 2
+    said = score(torch.cat([x[:BATCH], share * x[BATCH : BATCH + half] + (1 - share) * x[BATCH + half :]]))
+    total = BATCH * reference.likelihood(said[:BATCH], y[:BATCH], known)
+    total = total + half * share * reference.likelihood(said[BATCH:], y[BATCH : BATCH + half], known)
+    return (total + half * (1 - share) * reference.likelihood(said[BATCH:], y[BATCH + half :], known)) / (BATCH + half)
 
 
-def by_hand(given: Run, mixup: bool = True, crop: bool = True) -> tuple[list[Numbers], Tensor, Tensor]:
-    w, step, results = given.first, 0, []
-    (images, labels), (later, new_labels) = given.data
+def later_tasks(
+    given: Run, w: Numbers, step: int, books: Tensor, encode: Callable[[Tensor], Tensor],
+    decode: Callable[[Tensor], Tensor], score: Callable[[Numbers, Tensor, bool], Tensor], least: float,
+    mixup: bool = True, crop: bool = True, balanced: bool = True,
+) -> list[Numbers]:  # fmt: skip
+    """The weights after each task but the first: the upper part learns from codes, of as many of each class."""
+    results = []
+    for task in range(1, len(given.data)):
+        images, labels = given.data[task]
+        codes, old_labels = given.kept[task - 1]
+        old, new = (decode(maps_by_hand(books, c)) for c in (codes.long(), codes_by_hand(books, encode(images))))
+        size, known = 2 * BATCH * (task if balanced else 1), list(range(2 * task + 2))
+        for round in range(ROUNDS):
+            step += 1
+            generator = step_generator(step)
+            rows = order(len(new), STEPS * BATCH, generator).view(STEPS, BATCH)
+            again = order(len(old), STEPS * size, generator).view(STEPS, size)
+
+            def replay(
+                v: Numbers, s: int, r: Tensor = rows, a: Tensor = again, g: torch.Generator = generator,
+                some: tuple[Tensor, Tensor] = (new, old), of: tuple[Tensor, Tensor] = (labels, old_labels),
+                among: list[int] = known,
+            ) -> Tensor:  # fmt: skip
+                x, y = (torch.cat([own[r[s]], others[a[s]]]) for own, others in (some, of))
+                return replay_by_hand(lambda z: score(v, z, True), x, y, among, least, g, mixup, crop)
+
+            w = descended(w, replay, "upper.", round)
+        step += 1  # the client is asked to remember
+        results.append(w)
+    return results
+
+
+def kept_by_hand(given: Run, books: Tensor, encode: Callable[[Tensor], Tensor]) -> list[list[list[int]]]:
+    """Labels and codes of all images so far, each once, after each task."""
+    own = [torch.cat([labels[:, None], codes_by_hand(books, encode(images))], 1) for images, labels in given.data]
+    return [distinct(torch.cat(own[: task + 1])) for task in range(len(own))]
+
+
+def distinct(rows: Tensor) -> list[list[int]]:
+    found: list[list[int]] = rows.unique(dim=0).tolist()
+    return found
+
+
+def by_hand(
+    given: Run, mixup: bool = True, crop: bool = True, balanced: bool = True
+) -> tuple[list[Numbers], Tensor, list[list[list[int]]]]:
+    """The weights after each task, the codebooks, and what is kept."""
+    w, step = given.first, 0
+    images, labels = given.data[0]
     for round in range(ROUNDS):
         step += 1
         rows = order(len(labels), STEPS * BATCH, step_generator(step)).view(STEPS, BATCH)
@@ -616,42 +660,31 @@ def by_hand(given: Run, mixup: bool = True, crop: bool = True) -> tuple[list[Num
             return reference.likelihood(upper(v, lower(v, images[rows[s]], True), True), labels[rows[s]], [0, 1])
 
         w = descended(w, loss, "", round)
-    step += EXCHANGES + 1  # sums are asked for, and the clients are asked to remember
-    results.append(w)
-    with torch.no_grad():
-        maps, new_maps = lower(w, images, False), lower(w, later, False)
-    books = codebooks_by_hand(maps, 16)
-    old, new = maps_by_hand(books, given.codes.long()), maps_by_hand(books, codes_by_hand(books, new_maps))
-    for round in range(ROUNDS):
-        step += 1
-        generator = step_generator(step)
-        rows = order(len(new), STEPS * BATCH, generator).view(STEPS, BATCH)
-        again = order(len(old), STEPS * 2 * BATCH, generator).view(STEPS, 2 * BATCH)
+    step += EXCHANGES + 1  # sums are asked for, and the client is asked to remember
 
-        def replay(
-            v: Numbers, s: int, rows: Tensor = rows, again: Tensor = again, generator: torch.Generator = generator
-        ) -> Tensor:
-            x, y = torch.cat([new[rows[s]], old[again[s]]]), torch.cat([new_labels[rows[s]], given.labels[again[s]]])
-            return replay_by_hand(lambda z: upper(v, z, True), x, y, 0.5, generator, mixup, crop)
+    @torch.no_grad()
+    def encode(x: Tensor, first: Numbers = w) -> Tensor:
+        return lower(first, x, False)
 
-        w = descended(w, replay, "upper.", round)
-    results.append(w)
-    return results, books, codes_by_hand(books, maps)
+    books = codebooks_by_hand(encode(images), 16)
+    later = later_tasks(given, w, step, books, encode, lambda maps: maps, upper, 0.5, mixup, crop, balanced)
+    return [w, *later], books, kept_by_hand(given, books, encode)
 
 
 @pytest.mark.usefixtures("in_double")
 def test_with_one_client_remind_is_the_centralised_algorithm() -> None:
     given = by_fcil()
-    results, books, codes = by_hand(given)
+    results, books, kept = by_hand(given)
     assert (books - given.codebooks).abs().max() < 1e-9 and books.std() > 0.05
-    assert {tuple(row) for row in codes.tolist()} == {tuple(row) for row in given.codes.tolist()}
+    assert kept == [distinct(torch.cat([labels[:, None], codes.long()], 1)) for codes, labels in given.kept]
+    assert len(results) * ROUNDS * STEPS >= 10
     for ours, theirs in zip(given.weights, results, strict=True):
         assert reference.gap(ours, theirs) < 1e-9
-    assert reference.gap(given.weights[1], given.weights[0]) > 1e-2, "something was learned"
+    assert reference.gap(given.weights[2], given.weights[1]) > 1e-2, "something was learned"
 
 
 @pytest.mark.usefixtures("in_double")
-@pytest.mark.parametrize("without", ["mixup", "crop"])
+@pytest.mark.parametrize("without", ["mixup", "crop", "balanced"])
 def test_leaving_a_part_out_changes_the_result(without: str) -> None:
     results, _, _ = by_hand(by_fcil(), **{without: False})
-    assert reference.gap(by_fcil().weights[1], results[1]) > 1e-4
+    assert reference.gap(by_fcil().weights[2], results[2]) > 1e-4

@@ -16,7 +16,7 @@ from fcil.blocks.inversion import inverted
 from fcil.blocks.losses import masked
 from fcil.errors import UserError
 from fcil.records import ByClass, record
-from fcil.scenario.tasks import LocalData
+from fcil.scenario.tasks import LocalData, Task
 
 STREAM_REPLAYS = 50  # beside a single new image, as in the paper
 PLACE_BYTES = 4  # of what a client notes of a stream
@@ -50,13 +50,14 @@ def due(memory: Memory, data: LocalData, streams: bool, round: int, rounds: int)
     return stream[int(memory.place.sum()) : len(stream) * (round + 1) // rounds]
 
 
-def portions(streams: bool, new: int, old: int, replay: int, batch_size: int) -> tuple[int, int, int]:
+def portions(streams: bool, new: int, old: int, replay: int, task: Task, batch_size: int) -> tuple[int, int, int]:
     """Return how many new images a step has, how many steps there are (0: the protocol's), and how many are replayed.
 
-    In a stream each new image has a step to itself; while nothing can be replayed, all of them have one together.
+    As in the paper, which draws from all it has seen, an old class comes as often as a new one, unless `replay` says
+    how many. In a stream each new image has a step to itself; while nothing can be replayed, all have one together.
     """
     if not streams:
-        return 0, 0, replay or batch_size
+        return 0, 0, replay or round(batch_size * min(STREAM_REPLAYS, len(task.old) / len(task.new)))
     size, steps = (1, new) if old else (max(2, new), 1)
     return size, steps, replay or STREAM_REPLAYS
 

@@ -46,8 +46,8 @@ class Config:
     centres: int = knob(256, "entries of a codebook", least=1, most=256)
     exchanges: int = knob(10, "exchanges of sums in which codebooks are found", least=1)
     replay: int = knob(
-        0, "replayed maps beside the new ones of a step, each mixed of two; 0 is as many as those, or 50 beside the "
-        "only one in a single pass", least=0,
+        0, "replayed maps beside the new ones of a step, each mixed of two; 0 is so many that an old class comes as "
+        "often as a new one, or 50 beside the only new map in a single pass", least=0,
     )  # fmt: skip
     mixup: float = knob(0.1, "alpha of the Beta(alpha, alpha) by which they are mixed; 0 mixes none", least=0, most=1)
     crop: float = knob(2.0, "a random crop of a map has at least crop / side of its area; 0 crops none", least=0)
@@ -123,7 +123,7 @@ class Client:
         once = self.config.single_pass
         new = due(memory, data, once, message.round, self.setting.protocol.rounds)
         batch_size = self.setting.protocol.batch_size
-        size, steps, again = portions(once, len(new), len(old[1]), self.config.replay, batch_size)
+        size, steps, again = portions(once, len(new), len(old[1]), self.config.replay, data.task, batch_size)
         if once:  # from the next time on they are replayed, too
             keep(memory, data, codes, new, once, self.setting.budget.at(data.task), ends=False)
         trained = yield Fit(
