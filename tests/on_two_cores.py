@@ -78,5 +78,18 @@ def chosen_rows() -> list[str]:
     return lines
 
 
+def hundred_rows() -> list[str]:
+    """Return the lines of the table of settings of `hr` with all classes of cifar100-10x10, on held-out images."""
+    lines = []
+    for name, setting in (("`hr`", ""), ("`calibrate=1` `contrast=0.3`", "calibrate=1,contrast=0.3,")):
+        folder = RESULTS / "cifar100-held-out" / f"hr,batch_size=32,{setting}holdout=0.1,network=resnet8/0"
+        result = json.loads((folder / "result.json").read_text())
+        last = result["matrix"][-1]
+        cells = [f"{value:.1f}" for value in result["overall"]]
+        ends = [f"{fmean(last[:-1]):.1f} / {last[-1]:.1f}", f"{result['forgetting']:.1f}"]
+        lines.append(f"| {' | '.join([name, *cells, *ends])} |")
+    return lines
+
+
 if __name__ == "__main__":
-    print("\n".join([*accuracy_rows(), "", *rate_rows(), "", *chosen_rows()]))
+    print("\n".join([*accuracy_rows(), "", *rate_rows(), "", *chosen_rows(), "", *hundred_rows()]))
