@@ -47,8 +47,9 @@ def fit_codebooks(server: Any, clients: Clients, measure: Callable[..., Any], ex
     """Find `server.state.codebooks` by exchanges of sums with everyone; yield after each."""
     for exchange in clients.rounds(exchanges, "codebooks"):
         found = clients.ask(clients.everyone(), measure, server.broadcast())
-        if len(found):
-            pooled = Cells(*(found.sum(part) for part in ("sums", "squares", "counts")))
+        sums, squares, counts = (found.sum(part) for part in ("sums", "squares", "counts"))
+        if counts is not None:
+            pooled = Cells(sums, squares, counts)
             draws = torch.Generator().manual_seed(seed_of(server.setting.seed, "codebooks", exchange))
             server.state.codebooks, server.state.fitted = moved(server.state.codebooks, pooled, draws), True
         yield
