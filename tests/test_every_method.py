@@ -27,7 +27,7 @@ from tests.test_bars import BARS, BASELINES
 
 LEARNS_ALONE: dict[str, dict[str, int]] = {"fedspace": {"pretrain": 0}}  # how to keep a server from training alone
 TOO_SHORT = ("fedftg-plain", "mfcl", "ictrl")  # such runs are too short for their bars: those are left to `make bars`
-SERVER_DRAWS = ("podnet", "glfc", "fedftg", "fedspace", "target", "mfcl", "remind", "remind-plus")
+SERVER_DRAWS = ("podnet", "glfc", "fedftg", "fedspace", "target", "mfcl", "remind", "remind-plus", "ictrl")
 DECLARED: dict[str, set[str]] = {}  # method -> fields of its replies that hold images or what looks like them
 
 every_method = pytest.mark.parametrize("method", METHODS)

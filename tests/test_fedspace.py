@@ -19,7 +19,6 @@ from fcil.blocks.training import loaded
 from fcil.experiment import run
 from fcil.federation.calls import Answered, Call
 from fcil.federation.engine import threads
-from fcil.federation.fitting import order
 from fcil.federation.in_process import InProcess
 from fcil.federation.loop import Line, learn
 from fcil.method import Batch
@@ -29,8 +28,8 @@ from fcil.plan import plan
 from fcil.records import size_in_bytes
 from fcil.scenario.scenario import Scenario
 from fcil.scenario.tasks import mask
-from fcil.seeds import seed_of
 from tests.conftest import TINY, tiny_plan
+from tests.test_reference import order, seed_of
 
 PLAIN = {"pretrain": 0}
 
@@ -143,8 +142,9 @@ class Fake:
 
 IMAGES = torch.rand(6, 1, 3, 3, generator=seeded(1))
 LABELS = torch.tensor([2, 3, 2, 3, 3, 2])
-GIVEN = Given(mask((2, 3), 6), mask((0, 1, 2, 3), 6), torch.randn(6, 4, generator=seeded(2)), mask((0, 1, 2), 6),
-              torch.tensor(0.3))  # fmt: skip
+HELD, SEEN = mask((2, 3), 6), mask((0, 1, 2, 3), 6)
+GIVEN = Given(HELD, HELD, SEEN, torch.randn(6, 4, generator=seeded(2)), mask((0, 1, 2), 6), torch.tensor(0.3))
+REACHED = replace(GIVEN, among=SEEN)
 
 
 @cache
@@ -166,20 +166,20 @@ def loss_of(given: Given = GIVEN, net: Any = None, **config: Any) -> Tensor:
 def by_hand(given: Given = GIVEN) -> tuple[float, float, float]:
     """The three losses, image by image and row by row."""
     net, generator, known = Fake(6), seeded(7), given.known.nonzero()[:, 0].tolist()
-    held, seen = given.held.nonzero()[:, 0].tolist(), given.seen.nonzero()[:, 0].tolist()
+    among, current, seen = (c.nonzero()[:, 0].tolist() for c in (given.among, given.current, given.seen))
     labelled = []
     for image, label in zip(IMAGES, LABELS.tolist(), strict=True):
         for k in range(4):
             logits = net.head(net.features(torch.rot90(image, k, (1, 2))[None]))[0] / 0.1
-            among = torch.stack([logits[4 * c + turn] for c in held for turn in range(4)])
-            labelled.append((among.logsumexp(0) - logits[4 * label + k]).item())
+            told = torch.stack([logits[4 * c + turn] for c in among for turn in range(4)])
+            labelled.append((told.logsumexp(0) - logits[4 * label + k]).item())
 
     def drawn(classes: list[int]) -> tuple[list[Tensor], list[int]]:
         places = (torch.rand(6, 1, generator=generator)[:, 0] * len(classes)).floor().long().tolist()
         which, noise = [classes[p] if classes else 0 for p in places], torch.randn(6, 4, generator=generator)
         return [given.prototypes[j] + 0.3 * n for j, n in zip(which, noise, strict=True)], which
 
-    kept, (rows, which) = [], drawn([j for j in known if j not in held])
+    kept, (rows, which) = [], drawn([j for j in known if j not in current])
     for row, j in zip(rows, which, strict=True):
         logits = net.head(row) / 0.1
         kept.append(
@@ -188,13 +188,14 @@ def by_hand(given: Given = GIVEN) -> tuple[float, float, float]:
     rows, which = drawn(known)
     every = torch.stack([*(net.features(IMAGES)), *(rows if known else [])]).double()
     labels = LABELS.tolist() + (which if known else [])
-    return sum(labelled) / 24, sum(kept) / 6, naive_contrast(every, labels, set(held))
+    return sum(labelled) / 24, sum(kept) / 6, naive_contrast(every, labels, set(current))
 
 
-def test_the_loss_is_rotations_prototypes_and_contrast() -> None:
-    labelled, kept, apart = by_hand()
-    assert loss_of().item() == pytest.approx(labelled + 0.01 * kept + 0.01 * apart, rel=1e-5)
-    more = loss_of(prototype_weight=0.5, contrast_weight=2.0)
+@pytest.mark.parametrize("given", [GIVEN, REACHED], ids=["held", "reached"])
+def test_the_loss_is_rotations_prototypes_and_contrast(given: Given) -> None:
+    labelled, kept, apart = by_hand(given)
+    assert loss_of(given).item() == pytest.approx(labelled + 0.01 * kept + 0.01 * apart, rel=1e-5)
+    more = loss_of(given, prototype_weight=0.5, contrast_weight=2.0)
     assert more.item() == pytest.approx(labelled + 0.5 * kept + 2 * apart, rel=1e-5)
     assert min(labelled, kept, apart) > 0.1, "none is nothing"
 
@@ -229,7 +230,7 @@ def test_the_network_sees_every_image_turned_four_times_the_upright_ones_first()
 
 
 def test_images_move_outputs_of_classes_at_hand_and_prototypes_those_of_all_seen() -> None:
-    held, seen = (turns(classes).nonzero()[:, 0].tolist() for classes in (GIVEN.held, GIVEN.seen))
+    held, seen = (turns(classes).nonzero()[:, 0].tolist() for classes in (GIVEN.among, GIVEN.seen))
     for weight, expected in ((0.0, held), (1.0, seen)):
         net = Fake(6)
         loss_of(net=net, prototype_weight=weight).backward()
@@ -348,6 +349,43 @@ def all_behind(seed: int) -> bool:
     return bool(Scenario(replace(TINY, lag=1, clients=2, active=2), seed).lags.all())
 
 
+def givens(mask: str, **changes: Any) -> list[tuple[set[int], int, Given]]:
+    """The classes that clients have in each training, its task, and what the loss is given."""
+    benchmark = replace(TINY, clients=4, active=4, **changes)
+    parts = assemble(tiny_plan("fedspace", benchmark, rounds=1, steps=1, mask=mask, **PLAIN), "cpu", workers=1)
+    found, do = [], parts.engine.fit
+
+    def fit(wanted: Any, *rest: Any) -> Any:
+        found.append((set(wanted.pool.labels.tolist()), parts.door.task.index, wanted.given))
+        return do(wanted, *rest)
+
+    parts.engine.fit = fit  # type: ignore[method-assign]
+    list(lines_of(parts))
+    return [entry for entry in found if entry[0]]
+
+
+def those(classes: Tensor) -> set[int]:
+    return set(classes.nonzero()[:, 0].tolist())
+
+
+def test_a_client_that_lacks_a_class_of_its_task_goes_by_what_it_holds_or_by_what_it_has_reached() -> None:
+    halves = {"partition": "class_subset", "class_share": 0.5}
+    for held, _, given in givens("held", **halves):
+        assert len(held) == 1 and those(given.among) == those(given.current) == held
+    for held, task, given in givens("reached", **halves):
+        assert len(held) == 1 and held < those(given.current) == {2 * task, 2 * task + 1}
+        assert those(given.among) == those(given.seen) == set(range(2 * task + 2))
+
+
+def test_a_client_that_is_behind_has_reached_its_own_task() -> None:
+    entries = givens("reached", lag=1)
+    assert any(max(held) < 2 * task for held, task, _ in entries) and any(max(held) >= 2 * t for held, t, _ in entries)
+    for held, task, given in entries:
+        own = max(held) // 2
+        assert own in (task - 1, task) and those(given.current) == {2 * own, 2 * own + 1} >= held
+        assert those(given.among) == set(range(2 * own + 2)) and those(given.seen) == set(range(2 * task + 2))
+
+
 # -- fractals ---------------------------------------------------------------------------------------------------------
 
 
@@ -392,7 +430,7 @@ TASKS, ROUNDS, STEPS, BATCH, WIDTH = 2, 3, 2, 16, 64  # twelve steps
 LR, MOMENTUM, DECAY, CLIP = 0.02, 0.9, 5e-3, 5.0
 ALONE = replace(TINY, tasks=TASKS, clients=1, active=1, train_limit=30, test_limit=5)
 SETTINGS = {
-    "rounds": ROUNDS, "steps": STEPS, "batch_size": BATCH, "momentum": MOMENTUM, "weight_decay": DECAY, "clip": CLIP,
+    "rounds": ROUNDS, "steps": STEPS, "batch_size": BATCH, "momentum": MOMENTUM, "sgd_decay": DECAY, "clip": CLIP,
     "lr": LR, "pretrain": 0, "prototype_weight": 0.3, "contrast_weight": 0.5,
 }  # fmt: skip
 
@@ -447,7 +485,7 @@ def near(rows: Tensor, labels: list[int], classes: list[int]) -> Tensor:
 
 def centralised(
     w: Numbers, data: list[tuple[Tensor, Tensor]],
-    alpha: float = 0.3, beta: float = 0.5, mix: float = 0.5, pace: float = 0.1,
+    alpha: float = 0.3, beta: float = 0.5, mix: float = 0.5, pace: float = 0.1, reached: bool = False,
 ) -> tuple[Numbers, dict[int, Tensor], float]:  # fmt: skip
     prototypes: dict[int, Tensor] = {}
     radius, asked = 0.0, 0
@@ -469,7 +507,7 @@ def centralised(
             for s, index in enumerate(table):
                 x, y = images[index].double(), labels[index].tolist()
                 f = features(v, torch.cat([torch.rot90(x, k, (2, 3)) for k in range(4)]), True)
-                loss = likelihood(f, v, [4 * c + k for k in range(4) for c in y], held)
+                loss = likelihood(f, v, [4 * c + k for k in range(4) for c in y], seen if reached else held)
                 rows, which = replayed([j for j in sorted(prototypes) if j not in held])
                 if which:
                     loss = loss + alpha * likelihood(torch.stack(rows), v, [4 * c for c in which], seen)
@@ -519,9 +557,9 @@ def test_one_client_is_the_centralised_algorithm() -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [({"prototype_weight": 0.0}, {"alpha": 0.0}), ({"contrast_weight": 0.0}, {"beta": 0.0}),
-     ({"mix": 1.0}, {"mix": 1.0}), ({"pace": 1.0}, {"pace": 1.0})],
+     ({"mix": 1.0}, {"mix": 1.0}), ({"pace": 1.0}, {"pace": 1.0}), ({"mask": "reached"}, {"reached": True})],
 )  # fmt: skip
-def test_leaving_a_part_out_changes_the_result(ours: dict[str, float], theirs: dict[str, float]) -> None:
+def test_another_setting_changes_the_result(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     _, _, state, reference = both()
     w, _, _ = reference(**theirs)
     assert gap(state.weights, w) > 1e-6 and gap(by_fcil(**ours)[2].weights, w) < 1e-9

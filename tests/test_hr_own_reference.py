@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fcil.federation.fitting import order
 from fcil.federation.loop import learn
 from fcil.parts import assemble
 from fcil.plan import plan
 from fcil.scenario.scenario import Scenario
-from fcil.seeds import seed_of
 from tests.conftest import TINY
+from tests.test_reference import order, seed_of
 
 TASKS, ROUNDS, STEPS, BATCH = 2, 2, 5, 16  # ten steps a task
 LR, MOMENTUM, DECAY, CLIP = 0.1, 0.9, 5e-3, 1.0

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fcil.federation.fitting import order
 from fcil.federation.loop import learn
 from fcil.parts import assemble
 from fcil.plan import plan
-from fcil.seeds import seed_of
 from tests.conftest import TINY
+from tests.test_reference import order, seed_of
 
 TASKS, ROUNDS, STEPS, BATCH = 3, 2, 2, 16  # twelve steps
 LR, MOMENTUM, DECAY, CLIP = 0.1, 0.9, 5e-3, 1.0

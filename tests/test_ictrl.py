@@ -11,18 +11,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fcil.blocks.class_directions import gaussians, subspace
-from fcil.federation.fitting import order
 from fcil.federation.loop import learn
-from fcil.method import Batch, Setting
+from fcil.method import Batch, Fit, Setting
 from fcil.methods.ictrl import METHOD, Config, Model, recalled
 from fcil.parts import Parts, assemble
 from fcil.plan import plan
 from fcil.records import flatten
 from fcil.scenario.benchmarks import BENCHMARKS, protocol
-from fcil.scenario.tasks import mask
-from fcil.seeds import seed_of
+from fcil.scenario.tasks import LocalData, Task, mask
 from tests.conftest import TINY, tiny_plan
 from tests.test_rates import naive_gap, naive_reduction
+from tests.test_reference import order, seed_of
 
 Numbers = dict[str, Tensor]
 
@@ -134,9 +133,8 @@ def spanned(z: Tensor) -> dict[str, Tensor]:
 
 def drawn(facts: dict[str, Tensor], j: int) -> Tensor:
     """Features kept of a class, one draw after the other."""
-    noise = torch.randn(
-        DIRECTIONS, DIRECTIONS * SAMPLES, DIRECTIONS, generator=torch.Generator().manual_seed(seed_of("kept", j))
-    )
+    generator = torch.Generator().manual_seed(seed_of(0, "kept", j))
+    noise = torch.randn(DIRECTIONS, DIRECTIONS * SAMPLES, DIRECTIONS, generator=generator)
     rows = []
     for k in range(DIRECTIONS):
         z = [(facts["centres"] + facts["spreads"] * e) @ facts["directions"] for e in noise[k]]
@@ -209,7 +207,8 @@ def test_one_client_is_the_centralised_algorithm() -> None:
             assert torch.allclose(getattr(state, name)[j], own[name], atol=1e-7), (name, j)
         ours, theirs = state.bases[j], own["bases"]
         assert torch.allclose(ours.T @ ours, theirs.T @ theirs, atol=1e-6), j  # either side of a direction will do
-    assert gap(alone(keep=0.0)[0].server.state.weights, weights) > 1e-5
+    for knobs in ({"keep": 0.0}, {"closed_loop": 0.0}, {"ascent": 1.0}):
+        assert gap(alone(**knobs)[0].server.state.weights, weights) > 1e-5, knobs
 
 
 # -- the two players ---------------------------------------------------------------------------------------------------
@@ -335,7 +334,7 @@ def test_old_subspaces_are_those_of_the_features_kept() -> None:
     parts, after = many()
     state, samples = parts.server.state, parts.engine.client.config.samples
     for j in range(4):
-        z = recalled(state, j, samples).double()
+        z = recalled(state, j, samples, 0).double()
         assert torch.allclose(state.means[j].double(), z.mean(0), atol=1e-5)
         off = z - z.mean(0)
         assert (off - off @ state.bases[j].double().T @ state.bases[j].double()).norm(dim=1).max() < 1e-3
@@ -354,9 +353,10 @@ def a_class(images: int, latent: int = 8, directions: int = 3, seed: int = 0) ->
 
 def test_features_are_drawn_by_directions() -> None:
     model, z = a_class(200)
-    kept = recalled(model, 0, 20)
+    kept = recalled(model, 0, 20, 0)
     assert kept.shape == (60, 8) and torch.allclose(kept.norm(dim=1), torch.ones(60), atol=1e-5)
-    assert torch.equal(kept, recalled(model, 0, 20)), "everyone draws the same"
+    assert torch.equal(kept, recalled(model, 0, 20, 0)), "everyone draws the same"
+    assert not torch.equal(kept, recalled(model, 0, 20, 1)), "but not in every run"
     v = model.directions[0]
     assert torch.allclose(v @ v.T, torch.eye(3), atol=1e-5) and (kept - kept @ v.T @ v).norm(dim=1).max() < 1e-5
     assert torch.allclose((z.float() @ v.T).std(0, correction=0), model.spreads[0], atol=1e-5)
@@ -369,8 +369,20 @@ def test_features_are_drawn_by_directions() -> None:
 
 def test_a_class_of_one_image_is_its_feature() -> None:
     model, z = a_class(1)
-    assert torch.allclose(recalled(model, 0, 5), z.float().expand(15, -1), atol=1e-4)
+    assert torch.allclose(recalled(model, 0, 5, 0), z.float().expand(15, -1), atol=1e-4)
     assert model.bases.abs().max() == 0 and model.spreads.max() < 1e-4
+
+
+def test_server_and_clients_draw_by_the_runs_seed() -> None:
+    setting = replace(a_setting(), seed=3)
+    client, server = METHOD.client(Config(samples=2), setting), METHOD.server(Config(samples=2), setting)
+    model = server.state
+    model.directions[:2, :3], model.spreads[:2, :3], model.known[0] = torch.eye(len(model.means[0]))[:3], 0.5, True
+    expected = recalled(model, 0, 2, 3)
+    assert torch.equal(client.recalled(model, 0), expected)  # type: ignore[attr-defined]
+    server.learn_classes(Task(1, ((0,), (1,))), {}, {}, {})  # type: ignore[attr-defined]
+    assert torch.allclose(server.state.means[0], expected.mean(0), atol=1e-6)
+    assert not torch.allclose(server.state.means[0], recalled(model, 0, 2, 0).mean(0), atol=1e-3)
 
 
 @pytest.mark.parametrize("classifier", ["nearest_subspace", "nearest_mean"])
@@ -393,20 +405,48 @@ def test_an_image_is_of_the_nearest(classifier: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("benchmark", "latent", "batch", "steps"),
-    [("digits", 32, 32, 10), ("cifar100-10x10", 512, 128, 8), ("tinyimagenet-10x5", 128, 64, 15)],
-)
+    ("benchmark", "images", "latent", "batch", "steps"),
+    [
+        ("digits", 28, 32, 32, 10), ("cifar100-5x4", 200, 128, 32, 10), ("cifar100-10x10", 100, 512, 128, 8),
+        ("tinyimagenet-10x5", 8, 128, 64, 15),
+    ],
+)  # fmt: skip
 def test_features_grow_with_the_classes_and_batches_with_the_features(
-    benchmark: str, latent: int, batch: int, steps: int
+    benchmark: str, images: int, latent: int, batch: int, steps: int
 ) -> None:
+    client: Any = METHOD.client(Config(), of(benchmark))
+    assert client.net.encoder.mean.out_features == latent and client.batch == batch
+    fit = described(client, images)
+    assert fit.steps == steps and fit.pool.batch_size == batch and "kept" not in fit.load
+    assert client.eps == max(1.0, latent / batch)
+    epochs = replace(of(benchmark), protocol=protocol("paper"))
+    assert described(METHOD.client(Config(), epochs), images).steps == 0
+
+
+def test_a_step_has_several_features_of_every_old_class() -> None:
+    client: Any = METHOD.client(Config(), of("cifar100-5x4"))
+    for old, least in ((1, 32), (4, 32), (16, 128)):
+        fit = described(client, 200, old)
+        assert fit.beside["kept"].batch_size == least and len(fit.beside["kept"]) == 200 * old
+    asked = METHOD.client(Config(memory_batch=7, batch=9), of("cifar100-5x4"))
+    fit = described(asked, 200, 16)
+    assert fit.beside["kept"].batch_size == 7 and fit.pool.batch_size == 9
+
+
+def of(benchmark: str) -> Setting:
     b = BENCHMARKS[benchmark]
     shape = {"digits": (1, 8, 8), "cifar100": (3, 32, 32), "tiny-imagenet": (3, 64, 64)}[b.dataset]
-    setting = replace(a_setting(), capacity=b.tasks * b.classes_per_task, shape=shape, protocol=protocol(b.protocol))
-    client: Any = METHOD.client(Config(), setting)
-    assert client.net.encoder.mean.out_features == latent and (client.batch, client.steps) == (batch, steps)
-    assert client.eps == max(1.0, latent / batch)
-    epochs = replace(setting, protocol=protocol("paper"))
-    assert METHOD.client(Config(), epochs).steps == 0  # type: ignore[attr-defined]
+    return replace(a_setting(), capacity=b.tasks * b.classes_per_task, shape=shape, protocol=protocol(b.protocol))
+
+
+def described(client: Any, images: int, old: int = 0) -> Fit:
+    """What a client with so many images would train, once there are so many old classes."""
+    state = METHOD.server(client.config, client.setting).state
+    state.known[:old] = True
+    task = Task(1, (tuple(range(old)), (old,)))
+    shown = torch.zeros(images, *client.setting.shape, dtype=torch.uint8)
+    data = LocalData(task, shown, torch.full((images,), old))
+    return next(client.train(None, data, state))
 
 
 def a_setting() -> Setting:

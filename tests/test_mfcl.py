@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,14 +14,13 @@ from torch.nn import functional as F
 
 from fcil.errors import UserError
 from fcil.federation import engine
-from fcil.federation.fitting import order
 from fcil.federation.loop import learn
 from fcil.method import Batch, Fit
-from fcil.methods.mfcl import Client, Config, Given, Model, Server, head_distance
+from fcil.methods.mfcl import Client, Config, Given, Model, Server, generator_for, head_distance
 from fcil.parts import Parts, assemble
 from fcil.seeds import seed_of
 from tests import test_reference as plain
-from tests.conftest import QUICK, tiny_plan
+from tests.conftest import QUICK, TINY, tiny_plan
 from tests.test_every_method import accuracies
 from tests.test_reference import BATCH, CLIP, ROUNDS, STEPS, Numbers
 
@@ -135,6 +135,27 @@ def test_the_first_task_is_plain_cross_entropy_of_its_classes() -> None:
     assert loss_of(client, first=True).item() == pytest.approx(expected.item())
 
 
+def test_a_client_that_is_behind_learns_the_classes_of_its_own_task_among_themselves() -> None:
+    benchmark, caught = replace(TINY, lag=1, active=4), []
+    parts = assemble(tiny_plan("mfcl", benchmark, **{**SMALL, "rounds": 1, "steps": 1}), "cpu", workers=1)
+    do = parts.engine.fit
+
+    def fit(wanted: Fit, *rest: Any) -> Any:
+        caught.append((parts.door.task.index, wanted))
+        return do(wanted, *rest)
+
+    parts.engine.fit = fit  # type: ignore[method-assign]
+    list(learn(parts.scenario, parts.server, parts.door, parts.engine))
+    behind = 0
+    for task, wanted in caught:
+        if len(wanted.pool):
+            own = int(wanted.pool.labels.max()) // 2
+            assert wanted.given.new.nonzero()[:, 0].tolist() == [2 * own, 2 * own + 1]
+            assert wanted.given.old.nonzero()[:, 0].tolist() == list(range(2 * task))
+            behind += own < task
+    assert behind
+
+
 # -- the generator ----------------------------------------------------------------------------------------------------
 
 
@@ -227,6 +248,25 @@ def test_a_picture_of_each_class_is_shown() -> None:
     assert set(shown) == {0, 1} and all(p.shape == (1, 8, 8) and p.dtype == torch.uint8 for p in shown.values())
 
 
+def test_the_ledger_says_what_share_of_the_classes_is_made() -> None:
+    parts, states, _, lines = learned(**SMALL)
+    found = [line["measured"]["classes_made"] for line in lines if line["kind"] == "task"]
+    server: Server = deepcopy(parts.server)  # type: ignore[assignment]
+    for task, (state, share) in enumerate(zip(states, found, strict=True)):
+        server.state = state
+        draws = torch.Generator().manual_seed(seed_of(0, "made", 2 * task + 2))
+        with torch.no_grad():
+            said = server.net(torch.cat([server.ready()(torch.randn(64, 10, generator=draws)) for _ in range(8)]))
+        assert share == len(set(said[:, : 2 * task + 2].argmax(1).tolist())) / (2 * task + 2)
+    weights = {name: value.clone() for name, value in server.state.weights.items()}
+    with torch.no_grad():
+        server.state.weights["head.bias"][3] += 1e3
+        assert server.measured() == {"classes_made": 1 / 6}, "all are taken for one"
+        server.state.weights["head.bias"].copy_(weights["head.bias"])
+    fresh = assemble(tiny_plan("mfcl", **SMALL), "cpu", workers=1).server
+    assert fresh.measured() == {"classes_made": None}  # type: ignore[attr-defined]
+
+
 def test_old_classes_are_kept_that_fine_tuning_forgets() -> None:
     parts = assemble(tiny_plan("finetune", **TAUGHT), "cpu", workers=1)
     without = accuracies(list(learn(parts.scenario, parts.server, parts.door, parts.engine)))[-1]
@@ -243,6 +283,10 @@ def test_networks_without_statistics_are_refused_unless_one_does_without() -> No
 
 def test_the_knobs_are_the_papers() -> None:
     c = Config()
+    parts = assemble(tiny_plan("mfcl", **SMALL), "cpu", workers=1)
+    setting = replace(parts.setting, shape=(3, 32, 32), network="resnet18", capacity=100)
+    net = generator_for(c, setting, setting.classifier())
+    assert sum(p.numel() for p in net.parameters()) == 8_423_939
     assert (c.lr, c.decay, c.synthetic, c.head, c.distill, c.latent) == (0.1, 1e-5, 128, 1.0, 0.1, 1000)
     assert (c.generator_steps, c.generator_batch, c.generator_lr) == (100, 128, 1e-3)
     assert (c.sure, c.sure_temperature, c.even, c.statistics, c.smooth) == (1.0, 1000.0, 1.0, 50.0, 1e-3)
@@ -310,7 +354,7 @@ def generated(w: Numbers, noise: Tensor, training: bool) -> Tensor:
 def train_generator(made: Numbers, w: Numbers, task: int) -> Numbers:
     made = {name: value.clone().requires_grad_(plain.is_parameter(name)) for name, value in made.items()}
     adam = torch.optim.Adam([v for n, v in made.items() if plain.is_parameter(n)], 1e-3)
-    draws, seen = torch.Generator().manual_seed(seed_of(0, "generator", task)), 2 * task + 2
+    draws, seen = torch.Generator().manual_seed(plain.seed_of(0, "generator", task)), 2 * task + 2
     line = torch.tensor([math.exp(-((m / 2) ** 2)) for m in range(-2, 3)])
     kernel = torch.outer(line, line) / line.sum() ** 2
     for _ in range(SMALL["generator_steps"]):
@@ -337,8 +381,8 @@ def sgd(
 ) -> Numbers:
     w = {n: v.detach().clone().requires_grad_(plain.is_parameter(n)) for n, v in w.items()}
     learned, (images, labels), (round, step) = [n for n in w if plain.is_parameter(n)], data, at
-    draws = torch.Generator().manual_seed(seed_of(0, 0, step))
-    rows = order(len(labels), STEPS * BATCH, draws).view(STEPS, BATCH)
+    draws = torch.Generator().manual_seed(plain.seed_of(0, 0, step))
+    rows = plain.order(len(labels), STEPS * BATCH, draws).view(STEPS, BATCH)
     for s, index in enumerate(rows):
         lr = LR * 0.5 * (1 + math.cos(math.pi * (round + s / STEPS) / ROUNDS))
         x = images[index] / 255 * 2 - 1

@@ -1,8 +1,8 @@
 """Methods that call themselves data-free send and store nothing that is a real image, however scaled.
 
-Every tensor that a client sends or keeps, and that is at least as large as an image, is cut into pieces of an image's
-size. None may correlate by more than 0.95 with an image that the client holds or has held. That a leak would be seen is
-tested with leaks.
+Every tensor that a client sends or keeps, and that is at least as large as an image, is read in order. No piece of it
+of an image's size, wherever it begins, may correlate by more than 0.95 with an image that the client holds or has held.
+That a leak would be seen is tested with leaks.
 """
 
 import math
@@ -22,6 +22,8 @@ from tests.conftest import TINY, tiny_plan
 from tests.test_every_method import Seen, Watching, lines_of, parts_of, tiny_scenario
 
 ALIKE = 0.95
+BLOCK = 2**14  # numbers that are compared at a time, of a large tensor
+LARGE = 512  # numbers in an image from which on a Fourier transform is faster than products
 SHORT: dict[str, dict[str, int]] = {"fedftg": {"iterations": 1}, "fedftg-plain": {"iterations": 1}}  # what need not run
 DATA_FREE = [name for name, entry in METHODS.items() if entry.family == "data-free"]
 
@@ -40,11 +42,22 @@ def directions(rows: Tensor) -> Tensor:
     return torch.where(length > 1e-9 * math.sqrt(rows.shape[1]), rows / length.clamp_min(1e-300), 0.0)
 
 
-def pieces(tensor: Tensor, size: int) -> Tensor:
-    """Cut a tensor, read in order, into rows of `size` numbers from its beginning, and as many from its end."""
-    flat = tensor.detach().flatten().cpu()
-    whole = len(flat) // size * size
-    return torch.cat([flat[:whole].view(-1, size), flat[len(flat) - whole :].view(-1, size)])
+def by_products(block: Tensor, wanted: Tensor) -> Tensor:
+    """Return the correlation of each piece of a line of numbers with each of these directions: (pieces, wanted)."""
+    return directions(block.unfold(0, wanted.shape[1], 1)).float() @ wanted.T.float()
+
+
+def by_transform(block: Tensor, wanted: Tensor) -> Tensor:
+    """The same for many pieces at once; those that rounding could hide beside larger numbers are compared as above."""
+    (size, count), block = (wanted.shape[1], len(block)), block - block.mean()
+    products = torch.fft.irfft(torch.fft.rfft(block) * torch.fft.rfft(wanted, count).conj(), count)
+    running = torch.cat([torch.zeros(2, 1), torch.stack([block, block.square()]).cumsum(1)], 1)
+    sums, squares = running[:, size:] - running[:, :-size]
+    energy = squares - sums.square() / size  # of each piece around its own mean
+    found = products[:, : len(energy)].T / energy.clamp_min(1e-300).sqrt()[:, None]
+    faint = energy < 1e-9 * block.square().sum()
+    found[faint] = directions(block.unfold(0, size, 1)[faint]) @ wanted.T
+    return found.float()
 
 
 def likeness(tensor: Tensor, images: Tensor) -> float:
@@ -53,7 +66,11 @@ def likeness(tensor: Tensor, images: Tensor) -> float:
     if tensor.numel() < size or not len(images) or tensor.dtype == torch.bool:
         return 0.0
     orders = torch.cat([images.flatten(1), images.permute(0, 2, 3, 1).flatten(1)])  # channels first, and last
-    return float((directions(pieces(tensor, size)) @ directions(orders).T).abs().max())
+    wanted, flat = directions(orders.unique(dim=0)), tensor.detach().flatten().cpu().double().nan_to_num(0.0, 0.0, 0.0)
+    compare = by_products if size < LARGE else by_transform
+    length = max(BLOCK, 2 * size)
+    blocks = [flat[i : i + length] for i in range(0, len(flat) - size + 1, length - size + 1)]
+    return max(float(compare(block, wanted).abs().max()) for block in blocks)
 
 
 def leaks(flat: Weights, images: Tensor) -> list[str]:
@@ -100,6 +117,16 @@ DISGUISES: dict[str, Callable[[Tensor], Tensor]] = {
     "first of a larger tensor": lambda image: torch.cat([image.float().flatten() / 9, torch.randn(100)]),
     "last of a larger tensor": lambda image: torch.cat([torch.randn(101), image.float().flatten() / 9]),
     "among others": lambda image: torch.cat([torch.randn(128), image.float().flatten(), torch.randn(640)]).view(-1, 16),
+    "at an odd place": lambda image: torch.cat([torch.randn(37), image.float().flatten() / 9, torch.randn(52)]),
+    "one number from a border": lambda image: torch.cat([torch.randn(65), image.flatten() / -9.0, torch.randn(700)]),
+    "beyond a block": lambda image: torch.cat([torch.randn(19001), image.flatten() / 9.0, torch.randn(3)]).view(4, -1),
+    "across two blocks": lambda image: torch.cat([torch.randn(BLOCK - 9), image.flatten() / 9.0, torch.randn(600)]),
+    "among much larger numbers": lambda image: torch.cat(
+        [1e6 * torch.randn(37), image.flatten() / 9.0, 1e6 * torch.randn(9)]
+    ),
+    "beside no number": lambda image: torch.cat(
+        [torch.tensor([math.nan, math.inf, 0.0]), image.flatten() / 9.0, torch.zeros(9)]
+    ),
     "under some noise": lambda image: image.float() + 4 * torch.randn(image.shape),
 }
 
@@ -114,6 +141,24 @@ def test_an_image_of_colours_is_found_in_either_order() -> None:
     torch.manual_seed(0)
     images = torch.randint(0, 256, (5, 3, 6, 6), dtype=torch.uint8)
     assert leaks({"a": images[2] * 2.0 + 1, "b": images[2].permute(1, 2, 0) * 0.1}, images) == ["a", "b"]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-5])
+def test_a_large_image_is_found_in_a_large_tensor(scale: float) -> None:
+    torch.manual_seed(0)
+    images = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
+    hidden = torch.randn(2 * BLOCK + 1234, dtype=torch.float64)
+    assert leaks({"a": hidden}, images) == []
+    hidden[15001 : 15001 + 3072] = scale * images[2].permute(1, 2, 0).flatten() - 3
+    assert leaks({"a": hidden}, images) == ["a"]
+
+
+def test_both_ways_to_compare_agree() -> None:
+    torch.manual_seed(0)
+    block, wanted = torch.randn(500, dtype=torch.float64) + 50, directions(torch.randn(7, 64))
+    block[100:180] = 50.0
+    block[300:370] = 50 + 1e-6 * torch.randn(70)
+    assert (by_products(block, wanted) - by_transform(block, wanted)).abs().max() < 1e-6
 
 
 def test_what_is_no_image_is_let_pass() -> None:

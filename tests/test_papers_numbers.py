@@ -26,13 +26,14 @@ PAPERS: dict[str, dict[str, Any]] = {
         "reset_best": False, "exemplar_codec": "raw",
     },
     "fedftg-plain": {
-        "old_teacher": False, "iterations": 10, "student_steps": 5, "student_lr": 0.1, "student_decay": 1e-3,
+        "lr": 0.1, "sgd_momentum": 0.0, "sgd_decay": 1e-3, "old_teacher": False, "iterations": 10, "student_steps": 5,
+        "student_lr": 0.1, "student_decay": 1e-3,
         "student_norm": "batch", "generator_lr": 0.01, "classify": 1.0, "diversify": 1.0, "latent": 256,
         "code_quirk": False,
     },
     "fedspace": {
         "temperature": 0.1, "prototype_weight": 0.01, "contrast_weight": 0.01, "contrast_self": False, "pace": 0.1,
-        "mix": 0.5,
+        "mix": 0.5, "sgd_decay": 2e-4,
     },
     "target": {
         "lr": 0.01, "distill": 25.0, "temperature": 2.0, "released_config": False, "latent": 256,
@@ -56,10 +57,11 @@ PAPERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 MOVED = [  # method, knob, our number, and what its docstring says of it
-    ("fedftg", "lr", 0.01, "the clients' rate is 0.01"),
+    ("fedftg", "own_classes", True, "compares the classes of its own task only"),
     ("fedftg", "student_norm", "clients", "batch norm goes by the clients'\nstatistics"),
     ("fedftg", "old_teacher", True, "Here the model of the last task is one more teacher"),
     ("fedspace", "lr", 0.01, "SGD, not Adam"),
+    ("fedspace", "mask", "held", "`mask=reached`"),
     ("target", "student_steps", 0, "100 in place of 400 (`student_steps`)"),
     ("target", "batches", 32, "32 are made"),
     ("ictrl", "ascent", 0.03, "a small weight, `ascent`"),

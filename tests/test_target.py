@@ -16,14 +16,12 @@ from fcil.blocks.losses import cross_entropy
 from fcil.blocks.meta_generator import Synthesis, disagreement
 from fcil.errors import UserError
 from fcil.federation import engine
-from fcil.federation.fitting import order
 from fcil.federation.loop import learn
 from fcil.method import Batch, Fit
 from fcil.methods.target import Client, Config, Given, Model, Server, soft_cross_entropy
 from fcil.parts import Parts, assemble
-from fcil.seeds import seed_of
 from tests import test_reference as plain
-from tests.conftest import QUICK, tiny_plan
+from tests.conftest import QUICK, TINY, tiny_plan
 from tests.test_every_method import accuracies
 from tests.test_losses import ALL, LABELS, LOGITS, NEW, OLD, TEACHER
 from tests.test_mfcl import batch_norm, features
@@ -103,6 +101,27 @@ def test_new_classes_learn_among_themselves_and_old_ones_are_distilled_on_made_i
     assert loss_of(alone(distill=0.0))[0].item() == pytest.approx(new.item(), rel=1e-5)
 
 
+def test_a_client_that_is_behind_learns_the_classes_of_its_own_task_among_themselves() -> None:
+    benchmark, caught = replace(TINY, lag=1, active=4), []
+    parts = assemble(tiny_plan("target", benchmark, **{**SMALL, "rounds": 1, "steps": 1}), "cpu", workers=1)
+    do = parts.engine.fit
+
+    def fit(wanted: Fit, *rest: Any) -> Any:
+        caught.append((parts.door.task.index, wanted))
+        return do(wanted, *rest)
+
+    parts.engine.fit = fit  # type: ignore[method-assign]
+    list(learn(parts.scenario, parts.server, parts.door, parts.engine))
+    behind = 0
+    for task, wanted in caught:
+        if len(wanted.pool):
+            own = int(wanted.pool.labels.max()) // 2
+            assert wanted.given.new.nonzero()[:, 0].tolist() == [2 * own, 2 * own + 1]
+            assert wanted.given.old.nonzero()[:, 0].tolist() == list(range(2 * task))
+            behind += own < task
+    assert behind
+
+
 # -- how images are made ----------------------------------------------------------------------------------------------
 
 
@@ -161,6 +180,12 @@ def test_the_number_of_batches_is_that_of_all_images_or_the_released_ten() -> No
     c = Config()
     assert c.batches * 256 >= 8000 and c.warm_up < c.batches
     assert (c.distill, c.temperature, c.statistics, c.one_hot, c.adversarial) == (25.0, 2.0, 10.0, 0.5, 1.0)
+
+
+def test_the_generator_has_the_parameters_of_the_released_one() -> None:
+    parts = assemble(tiny_plan("target", **SMALL), "cpu", workers=1)
+    setting = replace(parts.setting, shape=(3, 32, 32), network="resnet18", capacity=100)
+    assert sum(p.numel() for p in Server(Config(), setting).generator.parameters()) == 2_328_899
 
 
 def test_in_the_released_configuration_the_student_never_comes_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +320,7 @@ def dreamed(w: Numbers, noise: Tensor) -> Tensor:
     x = batch_norm(w, "first", (noise @ w["linear.weight"].T + w["linear.bias"]).view(-1, 32, 2, 2), True)
     for i in range(2):
         x = x.repeat_interleave(2, 2).repeat_interleave(2, 3)
-        x = F.conv2d(x, w[f"convolutions.{i}.weight"], w[f"convolutions.{i}.bias"], padding=1)
+        x = F.conv2d(x, w[f"convolutions.{i}.weight"], padding=1)
         x = F.leaky_relu(batch_norm(w, f"norms.{i}", x, True), 0.2)
     return F.conv2d(x, w["last.weight"], w["last.bias"], padding=1).sigmoid()
 
@@ -313,7 +338,7 @@ def own(w: Numbers) -> list[Tensor]:
 
 
 def images_of(w: Numbers, student: Numbers, made: Numbers, task: int, reptile: bool) -> Tensor:
-    draws, n = torch.Generator().manual_seed(seed_of(0, "synthesis", task)), 2 * task + 2
+    draws, n = torch.Generator().manual_seed(plain.seed_of(0, "synthesis", task)), 2 * task + 2
     student, made, size = leaves(student), leaves(made), SMALL["batch_made"]
     meta = torch.optim.Adam(own(made), SMALL["generator_steps"] * 0.002, betas=(0.5, 0.999))
     sgd = torch.optim.SGD(own(student), 0.2, momentum=0.9, weight_decay=1e-4)
@@ -373,9 +398,9 @@ def trained(
     w: Numbers, old: Numbers, data: tuple[Tensor, Tensor], made: Tensor, n: int, at: tuple[int, int]
 ) -> Numbers:
     w, (images, labels), (round, step) = leaves(w), data, at
-    draws = torch.Generator().manual_seed(seed_of(0, 0, step))
-    rows = order(len(labels), STEPS * BATCH, draws).view(STEPS, -1)
-    beside = order(len(made), STEPS * SMALL["synthetic"], draws).view(STEPS, -1) if n else None
+    draws = torch.Generator().manual_seed(plain.seed_of(0, 0, step))
+    rows = plain.order(len(labels), STEPS * BATCH, draws).view(STEPS, -1)
+    beside = plain.order(len(made), STEPS * SMALL["synthetic"], draws).view(STEPS, -1) if n else None
     speed = [torch.zeros_like(p) for p in own(w)]
     for s in range(STEPS):
         x, y = images[rows[s]] / 255, labels[rows[s]]

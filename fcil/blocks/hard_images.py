@@ -57,6 +57,7 @@ class Bench:
         self.images = torch.zeros(recipe.fakes, *shape, device=device)
         self.target = torch.zeros(recipe.fakes, classes, device=device)
         self.compared = torch.zeros(classes, classes, dtype=torch.bool, device=device)  # for images of each class
+        self.outputs = torch.ones((), device=device)  # that belong to a class
         self.recorded: dict[tuple[str, int, int], Recorded] = {}
 
     def teachers(self, weights: list[Weights], knows: Tensor, share: Tensor) -> list[Teacher]:
@@ -71,9 +72,10 @@ class Bench:
             teacher.knows.copy_(own[1]), teacher.share.copy_(own[2])
         return self.scratch[: len(weights)]
 
-    def begin(self, student: Weights, generator: Weights, student_lr: float, generator_lr: float) -> None:
-        """Take up both networks at these weights, with optimisers that know nothing yet."""
+    def begin(self, student: Weights, generator: Weights, seen: Tensor, student_lr: float, generator_lr: float) -> None:
+        """Take up both networks at these weights, for these classes, with optimisers that know nothing yet."""
         loaded(self.student, student), loaded(self.generator, generator)
+        self.outputs.copy_(seen.sum())
         restarted(self.adam, generator_lr), restarted(self.sgd, student_lr)
 
     def turn(self, noise: Tensor, labels: Tensor, teachers: list[Teacher]) -> None:
@@ -104,7 +106,7 @@ class Bench:
         """Take a step of the model towards what they say."""
         self.student.train(self.recipe.by_batch)
         logits = self.student(self.images)
-        descend(soft_cross_entropy(logits, self.target, self.compared[self.labels]), self.sgd)
+        descend(soft_cross_entropy(logits, self.target, self.compared[self.labels], self.outputs), self.sgd)
 
     def ease(self, images: Tensor, labels: Tensor, teacher: Teacher) -> Tensor:
         """Return what the generator lowers for one teacher: how far student and teacher agree, and err on the class."""
@@ -156,9 +158,9 @@ def ensemble(said: list[Tensor], labels: Tensor, teachers: list[Teacher]) -> Ten
     return torch.stack(words).sum(0)
 
 
-def soft_cross_entropy(logits: Tensor, target: Tensor, classes: Tensor) -> Tensor:
-    """Cross-entropy among each image's `classes` with soft labels, averaged over images and all outputs."""
-    return -(target * F.log_softmax(_low(logits, classes), 1)).mean()
+def soft_cross_entropy(logits: Tensor, target: Tensor, classes: Tensor, outputs: Tensor) -> Tensor:
+    """Cross-entropy among each image's `classes` with soft labels, averaged over images and so many outputs."""
+    return -(target * F.log_softmax(_low(logits, classes), 1)).sum(1).mean() / outputs
 
 
 def descend(value: Tensor, optimizer: torch.optim.Optimizer) -> None:

@@ -7,12 +7,17 @@ client has tells how much its model's word on that class counts. Clients keep no
 
 The paper knows no tasks, and as published (`fedftg-plain`) it forgets: nobody has images of old classes, so none are
 made. Here the model of the last task is one more teacher, of the old classes. Its counts are what the clients of a
-round had of them when they were new. Every teacher, and a client's own training, compares its own classes only: made-up
-images are too far from real ones to tell from them how old and new classes compare. And batch norm goes by the clients'
+round had of them on average, in the first task in which anyone had some. Every teacher compares its own classes only:
+made-up images are too far from real ones to tell how old and new classes compare. And batch norm goes by the clients'
 statistics while the model is tuned, which made-up images would shift; in both forms these stand again afterwards.
 
-Where both differ from the release: the clients' rate is 0.01, chosen for fine-tuning on held-out images of a first
-task, not 0.1; averages are plain unless `weighting=samples`; cross-entropy is weighed image by image (`code_quirk`).
+Ours, too, is that a client's cross-entropy compares the classes of its own task only. The lead over fine-tuning hangs
+on it: with `own_classes=false` digits end at 20.1 percent in each of three seeds, as after fine-tuning, and with it at
+54 to 58.
+
+Where both differ from the release: 32 images are made at a time, not 50 (`fakes`); rates follow the protocol's
+schedule; averages are plain unless `weighting=samples`; cross-entropy is weighed image by image (`code_quirk`); and the
+model's loss is a mean over the classes that have come, where the release has all of them from the beginning.
 """
 
 from collections.abc import Iterator
@@ -38,7 +43,12 @@ from fcil.seeds import seed_of
 class Config:
     """The knobs."""
 
-    lr: float = knob(0.01, "learning rate of the clients' SGD", above=0)
+    lr: float = knob(0.1, "learning rate of the clients' SGD", above=0)
+    sgd_momentum: float = knob(0.0, "momentum, in place of the protocol's", least=0, most=0.999)
+    sgd_decay: float = knob(1e-3, "weight decay, in place of the protocol's", least=0)
+    own_classes: bool = knob(
+        True, "clients tell apart the classes of their task; false, or without an old teacher: all seen, as published"
+    )
     old_teacher: bool = knob(
         True, "the last task's model teaches old classes, and each teacher only its own; false is as published"
     )
@@ -48,7 +58,7 @@ class Config:
         least=2,
     )  # fmt: skip
     student_steps: int = knob(5, "steps of the model on each batch", least=1)
-    student_lr: float = knob(0.1, "learning rate of these; the loss is a mean over outputs, too", above=0)
+    student_lr: float = knob(0.1, "learning rate of these; the loss is a mean over classes seen, too", above=0)
     student_decay: float = knob(1e-3, "their weight decay", least=0)
     student_norm: str = knob(
         "clients",
@@ -66,18 +76,13 @@ class Config:
 
 
 @record
-class Message(Model):
-    """What the server broadcasts."""
+class State(Model):
+    """The server's own: beside what it broadcasts, what it tunes the average with."""
 
     old: Tensor  # classes that the old model teaches, as a mask; none if there is no such teacher
-
-
-@record
-class State(Message):
-    """The server's own: beside that, what it tunes the average with."""
-
     old_weights: Weights  # the global model after the last task; empty if it does not teach
-    counts: Tensor  # images of each class that the clients of a round had, on average over its task
+    counts: Tensor  # images of each class that the clients of a round had, on average over the rounds
+    rounds: int  # of this task that anyone answered
     generator: Weights
 
 
@@ -100,20 +105,20 @@ class Server:
         self.bench: Bench | None = None
         nothing, weights = mask((), setting.capacity), weights_of(self.student)
         counts = torch.zeros(setting.capacity)
-        self.state = State(weights, nothing, nothing, {}, counts, weights_of(self.generator))
+        self.state = State(weights, nothing, nothing, {}, counts, 0, weights_of(self.generator))
 
     @staticmethod
     def one_by_one(config: Config) -> list[Answer]:
         return [Client.train]
 
-    def broadcast(self) -> Message:
-        return Message(self.state.weights, self.state.seen, self.state.old)
+    def broadcast(self) -> Model:
+        return Model(self.state.weights, self.state.seen)
 
     def learn_task(self, task: Task, clients: Clients) -> Iterator[None]:
         if clients.once("keep the old model"):
-            taught = task.old if self.config.old_teacher else ()
-            self.state.old_weights = self.state.weights if taught else {}
-            self.state.seen, self.state.old = (mask(own, self.setting.capacity) for own in (task.seen, taught))
+            taught = mask(task.old if self.config.old_teacher else (), self.setting.capacity) & (self.state.counts > 0)
+            self.state.old_weights = self.state.weights if taught.any() else {}
+            self.state.seen, self.state.old, self.state.rounds = mask(task.seen, len(taught)), taught, 0
         for round in clients.rounds():
             self.learn_round(clients, task, round)
             yield
@@ -126,14 +131,22 @@ class Server:
         s.weights = updates.mean("weights")
         if came:
             counts = torch.stack([update.counts.cpu() for update in came]).to(s.counts)
+            knows = torch.stack([self.known(task, own) for own in counts])
             seed = seed_of(self.setting.seed, "fakes", task.index, round)
-            self.tune([update.weights for update in came], counts, round, seed)
-            s.counts = torch.where(s.old, s.counts, s.counts + (counts.sum(0) - s.counts) / (round + 1))
+            self.tune([update.weights for update in came], knows, counts, round, seed)
+            s.rounds += 1
+            s.counts = torch.where(s.old, s.counts, s.counts + (counts.sum(0) - s.counts) / s.rounds)
 
-    def tune(self, weights: list[Weights], counts: Tensor, round: int, seed: int) -> None:
-        """Let generator and averaged model learn in turn, from clients with these weights and counts by class."""
+    def known(self, task: Task, counts: Tensor) -> Tensor:
+        """Return the classes that a client with these counts teaches: its own, or as published all."""
+        if not self.config.old_teacher:
+            return self.state.seen
+        groups = [mask(group, len(counts)) for group in task.groups]
+        return next(group for group in reversed(groups) if counts[group].any()) | (counts > 0)
+
+    def tune(self, weights: list[Weights], knows: Tensor, counts: Tensor, round: int, seed: int) -> None:
+        """Let generator and averaged model learn in turn, from clients with these weights, classes and counts."""
         c, s, device = self.config, self.state, torch.device(self.setting.device)
-        knows = s.seen & ~s.old | (counts > 0)
         if s.old_weights:
             weights, knows = [*weights, s.old_weights], torch.cat([knows, s.old[None]])
             counts = torch.cat([counts, (s.counts * s.old)[None]])
@@ -142,7 +155,7 @@ class Server:
         noise = normal((len(labels), c.latent), random).to(device)
         bench = self.bench = self.bench or self.new_bench(device)
         teachers = bench.teachers(weights, knows.to(device), shares(counts).to(device))
-        bench.begin(s.weights, s.generator, c.student_lr * factor, c.generator_lr * factor)
+        bench.begin(s.weights, s.generator, s.seen, c.student_lr * factor, c.generator_lr * factor)
         for z, y in zip(torch.split(noise, c.fakes), torch.split(labels.to(device), c.fakes), strict=True):
             bench.turn(z, y, teachers)
         learned = {name for name, _ in self.student.named_parameters()}
@@ -178,24 +191,25 @@ class Client:
         return {"net": self.net}
 
     @remote
-    def train(self, memory: Nothing, data: LocalData, message: Message) -> Training[Update]:
-        # a client that stayed behind holds old classes, too
-        held = mask(tuple(data.classes()), len(message.seen)).to(message.seen.device)
+    def train(self, memory: Nothing, data: LocalData, message: Model) -> Training[Update]:
+        c, classes = self.config, message.seen
+        if c.old_teacher and c.own_classes:
+            classes = mask(data.own_classes(), len(classes)).to(classes.device)
         trained = yield Fit(
-            loss, load={"net": message.weights}, trains=("net",), lr=self.config.lr,
-            pool=Pool(data.images, data.labels), given=message.seen & ~message.old | held,
+            loss, {"net": message.weights}, ("net",), Pool(data.images, data.labels), c.lr, classes,
+            momentum=c.sgd_momentum, weight_decay=c.sgd_decay,
         )  # fmt: skip
-        return Update(trained.weights, trained.count, torch.bincount(data.labels, minlength=len(held)))
+        return Update(trained.weights, trained.count, torch.bincount(data.labels, minlength=len(classes)))
 
-    def predict(self, message: Message, images: Tensor) -> Tensor:
+    def predict(self, message: Model, images: Tensor) -> Tensor:
         return scores(self.net, message, images)
 
-    def look(self, memory: Nothing, data: LocalData, message: Message, classes: tuple[int, ...]) -> Pictures:
+    def look(self, memory: Nothing, data: LocalData, message: Model, classes: tuple[int, ...]) -> Pictures:
         return Pictures({j: data.of(j)[0] for j in classes if j in data.classes()}, {}, {})
 
 
 def loss(nets: Nets, batch: Batch, classes: Tensor) -> Tensor:
-    """Cross-entropy among the client's own classes; as published, among all seen."""
+    """Cross-entropy among the classes of the client's task; as published, among all seen."""
     return cross_entropy(nets["net"](batch.images), batch.labels, classes)
 
 

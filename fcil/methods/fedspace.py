@@ -2,9 +2,13 @@
 
 Shenaj, Toldo, Rigon and Zanuttigh, "Asynchronous Federated Continual Learning", CVPR Workshops 2023. The network's body
 first learns fractals, which are nobody's data. Clients, who may be at different tasks (`lag`), train with three losses:
-labels and rotations among the classes at hand; prototypes of old ones, mean features pooled over clients, with noise;
+labels and rotations among the classes at hand; prototypes of all others, mean features pooled over clients, with noise;
 and a contrast that draws images to their class, prototypes included. The server follows slowly: prototypes by a moving
 average, and half of the global model is the last one.
+
+In the released code labels are told from all classes of the tasks that a client has reached, and no class of its task
+is replayed, even if it has no image of it: that is `mask=reached`. It is not the default, since it forgets far more: on
+digits it ends at 35 to 37 percent, in two of three seeds less than 15 points above fine-tuning.
 
 Here clients have SGD, not Adam, and no Cutout; the rate was chosen on held-out images of the first task. With
 `weighting=samples` averages are the paper's. The released code pre-trains nothing, as its loop takes no step; and its
@@ -37,6 +41,13 @@ class Config:
     """The knobs."""
 
     lr: float = knob(0.01, "learning rate of the clients' SGD", above=0)
+    sgd_decay: float = knob(2e-4, "weight decay, in place of the protocol's", least=0)
+    mask: str = knob(
+        "held",
+        "classes that labels are told from, and those that are not replayed: held, for both what a client has images "
+        "of; or reached, all of its tasks so far and all of its task, as in the released code, which forgets far more",
+        choices=("held", "reached"),
+    )
     temperature: float = knob(0.1, "temperature of the softmax over labels and rotations", above=0)
     prototype_weight: float = knob(0.01, "weight of old classes' prototypes", least=0)
     contrast_weight: float = knob(0.01, "weight of the contrast between classes", least=0)
@@ -84,7 +95,8 @@ class Update:
 class Given:
     """What the loss needs of the message and the data."""
 
-    held: Tensor  # classes at hand, as a mask
+    among: Tensor  # classes that the labels are told from, as a mask
+    current: Tensor  # classes that are not replayed, and whose images the contrast draws together
     seen: Tensor
     prototypes: Tensor
     known: Tensor
@@ -151,10 +163,13 @@ class Client:
 
     @remote
     def train(self, memory: Nothing, data: LocalData, message: Model) -> Training[Update]:
-        held = mask(tuple(data.classes()), len(message.seen)).to(message.seen.device)
+        own, held, seen = data.own_task(), tuple(data.classes()), message.seen
+        which = (own.seen, own.new) if self.config.mask == "reached" else (held, held)
+        among, current = (mask(classes, len(seen)).to(seen.device) for classes in which)
         trained = yield Fit(
             self.loss, {"net": message.weights}, ("net",), Pool(data.images, data.labels), self.config.lr,
-            Given(held, message.seen, message.prototypes, message.known, message.radius),
+            Given(among, current, seen, message.prototypes, message.known, message.radius),
+            weight_decay=self.config.sgd_decay,
         )  # fmt: skip
         features = self.features(trained.weights, data)
         sums = {j: own.sum(0) for j, own in features.items()}
@@ -182,16 +197,16 @@ class Client:
         return Exposed({j: data.of(j) for j in features}, dict(zip(features, found[:, None], strict=True)))
 
     def loss(self, nets: Nets, batch: Batch, given: Given) -> Tensor:
-        c, net, labels, old = self.config, nets["net"], batch.labels, given.known & ~given.held
+        c, net, labels, old = self.config, nets["net"], batch.labels, given.known & ~given.current
         features = net.features(torch.cat([batch.images.rot90(k, (2, 3)) for k in range(TURNS)]))
         turned = TURNS * labels + torch.arange(TURNS, device=labels.device)[:, None]
-        labelled = cross_entropy(net.head(features) / c.temperature, turned.flatten(), turns(given.held))
+        labelled = cross_entropy(net.head(features) / c.temperature, turned.flatten(), turns(given.among))
         rows, which = noisy(given.prototypes, given.radius, old, len(labels), batch.generator)
         kept = cross_entropy(net.head(rows) / c.temperature, TURNS * which, turns(given.seen)) * old.any()
         rows, which = noisy(given.prototypes, given.radius, given.known, len(labels), batch.generator)
         there = torch.cat([torch.ones_like(labels, dtype=torch.bool), given.known.any().expand(len(labels))])
         rows, which = torch.cat([features[: len(labels)], rows]), torch.cat([labels, which])
-        apart = contrast(rows, which, there, given.held, c.contrast_self)
+        apart = contrast(rows, which, there, given.current, c.contrast_self)
         return labelled + c.prototype_weight * kept + c.contrast_weight * apart
 
     def predict(self, message: Model, images: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ against the global model alone: its images are to be classified surely and evenl
 statistics that batch normalisation keeps. In the next task clients draw images from it in every step. New classes are
 learned on real images among themselves; the head learns all classes, with features that stay; and features are held
 where the old head tells them apart. Clients keep nothing, so each message brings them the generator, which the paper
-sends once a task.
+sends once a task. A client that is behind (`lag`) has those of its own task for new ones, and none that came later.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ from fcil.scenario.tasks import LocalData, Task, mask
 from fcil.seeds import seed_of
 
 EPS = 0.8  # of the generator's normalisation, as in the released code
-SHOWN = 512  # images drawn to show one of each class
+SHOWN = 512  # images drawn to show one of each class, and to say which are made
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Model:
 class Given:
     """What the loss needs of the message."""
 
-    new: Tensor
+    new: Tensor  # classes of the task that the client is at
     old: Tensor
 
 
@@ -131,13 +131,23 @@ class Server:
         loaded(self.net.to(self.device), self.state.weights)
         return loaded(self.generator.to(self.device), self.state.generator)
 
-    @torch.no_grad()
+    def measured(self) -> dict[str, float | None]:
+        """Say the share of the classes seen that the global model takes any of the generator's images for."""
+        seen = int((self.state.new | self.state.old).sum())
+        found = self.best(seed_of(self.setting.seed, "made", seen)) if seen else {}
+        return {"classes_made": len(found) / seen if seen else None}
+
     def look(self) -> ByClass:
         """Show of each class the image that the global model is most sure of."""
-        generator, draws = self.ready(), torch.Generator(self.device).manual_seed(seed_of("look"))
+        return {j: as_bytes(image).cpu() for j, image in self.best(seed_of("look")).items()}
+
+    @torch.no_grad()
+    def best(self, seed: int) -> ByClass:
+        """Draw images, and return of each class that any is taken for the one that the global model is most sure of."""
+        generator, draws = self.ready(), torch.Generator(self.device).manual_seed(seed)
         images = torch.cat([generator(normal((64, self.config.latent), draws)) for _ in range(SHOWN // 64)])
         seen = (self.state.new | self.state.old).to(self.device)
-        return {j: as_bytes(images[i]).cpu() for j, i in most_certain(self.net(images), seen).items()}
+        return {j: images[i] for j, i in most_certain(self.net(images), seen).items()}
 
 
 class Client:
@@ -155,11 +165,10 @@ class Client:
         load = {"net": message.weights}
         if message.old_weights:
             load |= {"old": message.old_weights, "generator": message.generator}
-        # a client that stayed behind holds old classes, too
-        held = mask(tuple(data.classes()), len(message.new)).to(message.new.device)
+        new = mask(data.own_classes(), len(message.new)).to(message.new.device)
         trained = yield Fit(
             self.loss, load, ("net",), Pool(data.images, data.labels), self.config.lr,
-            Given(message.new | held, message.old), momentum=0.0, weight_decay=self.config.decay,
+            Given(new, message.old), momentum=0.0, weight_decay=self.config.decay,
         )  # fmt: skip
         return Update(trained.weights, trained.count)
 

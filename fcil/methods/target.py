@@ -6,6 +6,7 @@ AAAI 2022) makes one batch after the other: images that have the statistics whic
 global model takes for the classes wished for, and on which a student of it still errs. The images of the task before
 are thrown away. In the next task new classes are learned among themselves on real images, and the old model is
 distilled on made ones. Clients keep nothing, so each message brings them the images, which the paper sends once a task.
+A client that is behind (`lag`) has the classes of its own task for new ones.
 
 Where this differs from the release: that makes too few batches for its student ever to learn (`released_config`); here
 32 are made, and the student takes fewer steps after each than are set there, 100 in place of 400 (`student_steps`).
@@ -83,7 +84,7 @@ class Model:
 class Given:
     """What the loss needs of the message."""
 
-    new: Tensor
+    new: Tensor  # classes of the task that the client is at
     old: Tensor
 
 
@@ -95,7 +96,7 @@ class Server:
             needs_batch_norm(setting.norm, "target", "statistics=0 to do without")
         self.config, self.setting = config, setting
         self.net, self.student = setting.classifier(), setting.classifier()
-        self.generator = Generator(config.latent, setting.shape, self.net.body.begins)  # type: ignore[arg-type]
+        self.generator = Generator(config.latent, setting.shape, self.net.body.begins, biases=False)  # type: ignore[arg-type]
         none, nothing = torch.zeros(0, *setting.shape, dtype=torch.uint8), mask((), setting.capacity)
         self.state = Model(weights_of(self.net), {}, none, nothing, nothing)
         self.net.requires_grad_(False)
@@ -139,13 +140,12 @@ class Client:
     @remote
     def train(self, memory: Nothing, data: LocalData, message: Model) -> Training[Update]:
         load = {"net": message.weights} | ({"old": message.old_weights} if message.old_weights else {})
-        # a client that stayed behind holds old classes, too
-        held = mask(tuple(data.classes()), len(message.new)).to(message.new.device)
+        new = mask(data.own_classes(), len(message.new)).to(message.new.device)
         images = message.images
         unlabelled = torch.zeros(len(images), dtype=torch.int64, device=images.device)
         trained = yield Fit(
             self.loss, load, ("net",), Pool(data.images, data.labels), self.config.lr,
-            Given(message.new | held, message.old),
+            Given(new, message.old),
             beside={"synthetic": Pool(images, unlabelled, batch_size=self.synthetic)} if message.old_weights else {},
         )  # fmt: skip
         return Update(trained.weights, trained.count)

@@ -2,7 +2,7 @@
 
 The network of MFCL and TARGET (Babakniya et al., NeurIPS 2023; Zhang et al., ICCV 2023): a linear layer makes a small
 grid of maps, which is doubled until it is as large as an image, with a convolution after each doubling. For noise of
-1,000 numbers at 32x32 it has 8.4 million parameters.
+1,000 numbers at 32x32 it has 8.4 million parameters. TARGET's convolutions that are normalised have no biases.
 """
 
 from torch import Tensor, nn
@@ -23,8 +23,9 @@ class Generator(nn.Module):
     """
 
     def __init__(
-        self, latent: int, shape: tuple[int, int, int], width: int = 64, bounded: bool = True, eps: float = 1e-5
-    ):
+        self, latent: int, shape: tuple[int, int, int], width: int = 64, bounded: bool = True, eps: float = 1e-5,
+        biases: bool = True,
+    ):  # fmt: skip
         super().__init__()
         self.channels, height, self.side = shape
         if height != self.side:
@@ -34,7 +35,7 @@ class Generator(nn.Module):
         self.linear = nn.Linear(latent, self.maps * self.grid**2)
         self.first = nn.BatchNorm2d(self.maps)
         self.convolutions = nn.ModuleList(
-            nn.Conv2d(i, o, 3, padding=1) for i, o in zip(depths[:-1], depths[1:], strict=True)
+            nn.Conv2d(i, o, 3, padding=1, bias=biases) for i, o in zip(depths[:-1], depths[1:], strict=True)
         )
         self.norms = nn.ModuleList(nn.BatchNorm2d(depth, eps) for depth in depths[1:])
         self.last = nn.Conv2d(width, self.channels, 3, padding=1)

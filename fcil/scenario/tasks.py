@@ -64,6 +64,16 @@ class LocalData:
         """The classes this client holds, in order."""
         return sorted(set(self.labels.tolist()))
 
+    def own_task(self) -> Task:
+        """The task that these images are of: an earlier one where the client is behind."""
+        groups, held = self.task.groups, set(self.classes())
+        last = max((i for i, group in enumerate(groups) if held & set(group)), default=self.task.index)
+        return Task(last, groups[: last + 1])
+
+    def own_classes(self) -> tuple[int, ...]:
+        """The classes of that task, and others that the client has got images of in it."""
+        return (*self.own_task().new, *self.classes())
+
     def cached(self, key: str, make: Callable[[torch.Generator], T]) -> T:
         """Return what `make` derives from data or memory, kept until the task ends; rebuilt alike after a restart."""
         if key not in self.cache:
