@@ -24,11 +24,13 @@ from fcil.terminal import (
     from_own_code,
     option,
     plain_errors,
+    refused,
     seeds_of,
     settings_of,
     show_notes,
     show_plan,
     show_result,
+    show_trace,
     typed,
 )
 
@@ -146,7 +148,6 @@ def sweep(
     """Run all combinations that are missing; `--set memory=1,2,4` is an axis. It may be killed and started again."""
     from fcil.plan import plan
     from fcil.results.runs import find
-    from fcil.run_folder import finished
 
     said = typed(ctx)
     axes = [[(k, v) for v in (text.split(",") if k not in LISTS else [text])] for k, text in settings_of(set_).items()]
@@ -165,26 +166,53 @@ def sweep(
         for (b, m, own), chosen, seed in product(chosen_runs, product(*axes), seeds_of(seeds))
     ]
     plans = list({(p.folder(out), p.method, p.benchmark, p.protocol): p for p in plans}.values())  # each once
-    missing = [p for p in plans if not finished(p.folder(out), p)]
-    console.print(f"{count(len(plans), 'run')}, {len(plans) - len(missing)} of them finished before")
+    done, missing, clashes = _sorted_out(plans, out)
+    if len(clashes) == len(plans):
+        raise UserError(
+            f"none of {len(plans)} runs can begin, the first because {clashes[0]}" if clashes[1:] else clashes[0]
+        )
+    console.print(f"{count(len(plans), 'run')}, {len(done)} of them finished before")
+    for sentence in clashes:
+        complain(f"1 run left out: {sentence}")
     ready = _with_data(missing)
-    failed = 0 if paper else len(missing) - len(ready)
+    failed = len(clashes) + (0 if paper else len(missing) - len(ready))
     for number, one in enumerate(ready, 1):
         console.print(f"run {number} of {len(ready)}: {one.folder(out)}", soft_wrap=True)
         try:
             _execute(one, one.folder(out), device, workers)
-        except UserError as error:
+            done.add(one.folder(out))
+        except BrokenPipeError:
+            raise
+        except (UserError, OSError) as error:
             failed += 1
-            complain(str(error))
-    done = [p.folder(out) for p in plans if finished(p.folder(out), p)]
+            complain(refused(error) if isinstance(error, OSError) else str(error))
+        except Exception as error:  # a bug in a method of one's own is no reason to keep the others from running
+            failed += 1
+            show_trace(error)
     if done:
         cli_results.print_comparison(
-            find(done), "" if axes else paper
+            find(p.folder(out) for p in plans if p.folder(out) in done), "" if axes else paper
         )  # with settings of one's own it is no table of the paper
     if failed or not done:
         raise UserError(
             f"{failed or len(plans)} of {len(plans)} runs did not finish; the same command tries them again"
         )
+
+
+def _sorted_out(plans: "list[Plan]", out: Path) -> "tuple[set[Path], list[Plan], list[str]]":
+    """Return the folders of finished runs, the plans of missing ones, and why folders refuse others."""
+    from fcil.run_folder import finished
+
+    done, missing, clashes = set(), [], []
+    for one in plans:
+        try:
+            if finished(one.folder(out), one):
+                done.add(one.folder(out))
+            else:
+                missing.append(one)
+        except UserError as error:
+            clashes.append(str(error))
+    return done, missing, clashes
 
 
 def _with_data(plans: "list[Plan]") -> "list[Plan]":

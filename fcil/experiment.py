@@ -18,17 +18,18 @@ from fcil.federation.clients import Cursor
 from fcil.federation.engine import threads
 from fcil.federation.loop import Line, learn
 from fcil.federation.store import Checkpoints, Saved
-from fcil.files import append_line, set_aside, write_text
+from fcil.files import append_line, set_aside, sha256, write_text
 from fcil.machine import reset_peak
 from fcil.method import Pictures
 from fcil.methods import DEFAULT
 from fcil.parts import Parts, assemble
-from fcil.plan import Plan, plan, repeating
+from fcil.plan import Plan, begun, mended, plan, repeating
 from fcil.records import flatten, unflatten
 from fcil.results.gallery import Gallery, pictured, save_grid, shown
 from fcil.results.ledger import Ledger
 from fcil.results.runs import read_result
 from fcil.run_folder import (
+    check_copy,
     check_images,
     check_source,
     finished,
@@ -76,15 +77,20 @@ def execute(
     """Do a run, or what is left of it, in `folder`; yield the ledger's new lines as they are written.
 
     `workers` clients compute at a time (0 chooses); `eager` trains in a plain loop on a GPU, too. `ready` is called
-    when nothing is left to refuse, before anything is trained; then `told`, if the run was begun before, with where it
-    goes on.
+    when nothing is left to refuse, before anything is trained; then `told`, if the run was begun before, with where and
+    with what it goes on.
     """
     with said_plainly(folder), locked(folder), threads(1):  # a server computes little; evaluation takes all cores
         reset_peak()
-        check_source(wanted, folder)
-        parts = assemble(wanted, device, workers=workers, eager=eager)
-        parts.door.journal = partial(append_line, folder / "releases.log")
         fresh = is_fresh(folder)
+        changed = bool(wanted.source) and Path(wanted.method).is_file() and sha256(Path(wanted.method)) != wanted.source
+        if changed and fresh and begun(folder).source == wanted.source:
+            wanted = mended(wanted)
+        check_source(wanted, folder)
+        check_copy(wanted, folder)
+        parts = assemble(wanted, device, workers=workers, eager=eager)
+        check_source(wanted, folder)  # somebody may have edited it while the images were loaded
+        parts.door.journal = partial(append_line, folder / "releases.log")
         if (folder / "config.toml").exists() and not (fresh and wanted.source):
             check_images(Plan.read(folder), parts.scenario.dataset, folder)
         else:
@@ -108,6 +114,8 @@ def execute(
                 ready()
                 if where:
                     told(where)
+                if wanted.copy and changed:
+                    told(f"goes on with the copy in {folder}: {wanted.method} has changed")
                 for line in learn(parts.scenario, parts.server, parts.door, parts.engine):
                     ledger.append(line)
                     if line["kind"] == "task" and hasattr(parts.engine.client, "look"):

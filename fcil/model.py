@@ -20,6 +20,7 @@ from fcil.methods import method
 from fcil.parts import setting_of
 from fcil.plan import Plan, repeating
 from fcil.records import flatten, read_tensors, unflatten, write_tensors
+from fcil.run_folder import check_source
 from fcil.scenario.images import resized, rgb
 
 
@@ -42,16 +43,23 @@ class Model:
                 how = repeating(wanted, folder)
                 raise UserError(f"{folder} is finished, but was stored without its model; repeat it with: {how}")
             raise UserError(f"{folder} has no model yet; finish it with: fcil run --resume {quoted(folder)}")
+        check_source(wanted, folder)
         flat, facts = read_tensors(folder / "model.safetensors")
         made = method(wanted.code)
         down = get_type_hints(made.server.broadcast)["return"]  # type: ignore[attr-defined]
+        unlike = f"{folder / 'model.safetensors'} is not a model of {wanted.method}"
         try:
             classes, shape = json.loads(facts["classes"]), tuple(json.loads(facts["shape"]))
             capacity = int(facts.get("capacity", len(classes)))
             message = unflatten(down, flat)
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{folder / 'model.safetensors'} is not a model of {wanted.method} ({error!r})") from None
+            raise UserError(f"{unlike} ({error!r})") from None
         client = made.client(wanted.config, setting_of(wanted, capacity, shape))
+        try:
+            with torch.no_grad():
+                client.predict(message, torch.zeros(1, *shape, dtype=torch.uint8))
+        except RuntimeError as error:
+            raise UserError(f"{unlike}: it has tensors of other names or shapes") from error
         return Model(wanted.method, client, message, classes, shape)
 
 

@@ -2,13 +2,14 @@
 
 import hashlib
 import json
+import operator
 import platform
 import shlex
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fcil import __version__
 from fcil.errors import UserError, unknown
@@ -165,7 +166,11 @@ def plan(
     command: str = "",
 ) -> Plan:
     """Put a run together from names; `settings` may change any knob of the method, the protocol or the benchmark."""
-    if seed < 0:
+    try:
+        whole = operator.index(seed)
+    except TypeError:
+        whole = -1
+    if whole < 0:
         raise UserError(f"seed={seed} is not allowed; seed takes whole numbers at least 0")
     known = benchmarks.benchmark(benchmark) if isinstance(benchmark, str) else benchmark
     chosen = benchmarks.protocol(protocol or known.protocol)
@@ -189,7 +194,32 @@ def plan(
     source = ""
     if name.endswith(".py"):
         name, source = str(Path(name).resolve()), sha256(Path(name))
-    return Plan(name, made[2], made[1], made[0], seed, shown, command, source)
+    return Plan(name, made[2], made[1], made[0], whole, shown, command, source)
+
+
+class Begun(NamedTuple):
+    """Of which method a folder holds a run, and the digest of its file if that is the user's own; or nothing."""
+
+    method: str = ""
+    source: str = ""
+
+
+def begun(folder: Path) -> Begun:
+    """Look up what was begun in a folder, without loading anything of the user's own."""
+    try:
+        content = tomllib.loads((folder / "config.toml").read_text())
+    except (OSError, ValueError):
+        return Begun()
+    known = content.get("format") == FORMAT
+    return Begun(str(content.get("method", "")), str(content.get("source", ""))) if known else Begun()
+
+
+def mended(wanted: Plan) -> Plan:
+    """Return the plan with the user's own file as it is now, in place of the one that it was made from."""
+    own = Path(wanted.method)
+    words = {key: word for key, word in wanted.settings.items() if key != "protocol"}
+    made = turned((method(wanted.method).config(), wanted.protocol, wanted.benchmark), words, own.name)
+    return replace(wanted, config=made[0], source=sha256(own), copy="")
 
 
 def settable(kind: type) -> set[str]:
@@ -306,6 +336,5 @@ def _text(value: Any) -> str:
 
 def _lines(table: Mapping[str, Any]) -> str:
     # the strings of JSON, its numbers and its true and false are those of TOML
-    return "".join(
-        f"{json.dumps(k) if '.' in k else k} = {json.dumps(v, ensure_ascii=False)}\n" for k, v in table.items()
-    )
+    bare = {k: k if k.isascii() and k.isidentifier() else json.dumps(k) for k in table}
+    return "".join(f"{bare[k]} = {json.dumps(v, ensure_ascii=False)}\n" for k, v in table.items())

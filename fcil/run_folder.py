@@ -24,7 +24,7 @@ from fcil.files import sha256, whole, write_text
 from fcil.machine import commit, peak
 from fcil.method import Server, Setting
 from fcil.parts import Parts
-from fcil.plan import Plan
+from fcil.plan import Plan, begun
 from fcil.records import flatten, write_tensors
 from fcil.results.ledger import read, result_of
 from fcil.results.runs import FORMAT, read_result
@@ -47,9 +47,18 @@ def finished(folder: Path, wanted: Plan) -> bool:
     if "config.toml" not in names:
         raise UserError(f"{folder} holds other files and no run; choose a different --out")
     if wanted.source and is_fresh(folder):
-        return False  # a file of one's own that failed at first may be mended, and begins there
+        own = begun(folder).method
+        if not own:
+            raise UserError(f"{folder} holds other files and no run; choose a different --out")
+        if Path(own).name == wanted.name:
+            return False  # a file of one's own that failed at first may be mended, and begins there
     other = Plan.read(folder)
     if other.name == wanted.name and other.source != wanted.source:
+        if Path(other.method) != Path(wanted.method):
+            raise UserError(
+                f"{folder} is a run of {other.method}, and {wanted.method} is another file of that name; "
+                f"choose a different --out"
+            )
         raise UserError(f"{wanted.name} has changed since {folder} was begun; choose a different --out, or remove it")
     if not other.same_as(wanted):
         what = other.other_than(wanted)
@@ -73,22 +82,31 @@ def is_fresh(folder: Path) -> bool:
 def check_source(wanted: Plan, folder: Path) -> None:
     """Refuse to go on with a method of the user's own that is another one by now."""
     if wanted.source and wanted.source != sha256(Path(wanted.code)):
-        raise UserError(f"{wanted.name} has changed since {folder} was begun; put it back as it was")
+        raise UserError(f"{wanted.copy or wanted.name} has changed since {folder} was begun; put it back as it was")
+
+
+def check_copy(wanted: Plan, folder: Path) -> None:
+    """Refuse to write over a file where the copy of a user's own method belongs, unless it is one."""
+    copy = folder / wanted.name
+    if wanted.source and copy.exists() and sha256(copy) not in (wanted.source, begun(folder).source):
+        raise UserError(f"{copy} is no copy of {wanted.method}, which belongs there; move it away and begin again")
 
 
 def keep_source(wanted: Plan, folder: Path) -> None:
     """Copy a method of the user's own to its run, which then needs nothing else to go on."""
-    own, copy = Path(wanted.code), folder / wanted.name
-    if wanted.source and own.resolve() != copy.resolve():
+    copy = folder / wanted.name
+    if wanted.source and not (copy.exists() and sha256(copy) == wanted.source):
         with whole(copy) as partial:
-            shutil.copyfile(own, partial)
+            shutil.copyfile(wanted.code, partial)
+            if sha256(partial) != wanted.source:
+                raise UserError(f"{wanted.name} has changed while {folder} was begun; begin it again")
 
 
-def check_images(begun: Plan, data: Dataset, folder: Path) -> None:
+def check_images(was: Plan, data: Dataset, folder: Path) -> None:
     """Refuse to go on with images of the user's own that are others by now; runs from before this know no digest."""
-    if begun.images and begun.images != data.digest:
+    if was.images and was.images != data.digest:
         raise UserError(
-            f"the images in {begun.benchmark.dataset} have changed since {folder} was begun; put them back as they "
+            f"the images in {was.benchmark.dataset} have changed since {folder} was begun; put them back as they "
             f"were, or begin a new run in another folder"
         )
 
@@ -180,6 +198,6 @@ def said_plainly(folder: Path, again: str = "fcil run --resume") -> Iterator[Non
         if not full:
             where = error.filename or folder
             raise UserError(f"cannot write {where}: {error.strerror or error}; choose a different --out") from error
-        begun = (folder / "config.toml").exists()
-        then = f"what was saved is whole, go on with: {again} {quoted(folder)}" if begun else "nothing was begun"
+        has_begun = (folder / "config.toml").exists()
+        then = f"what was saved is whole, go on with: {again} {quoted(folder)}" if has_begun else "nothing was begun"
         raise UserError(f"cannot write to {folder}: the disk is full; {then}") from error

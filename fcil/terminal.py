@@ -3,6 +3,7 @@
 import io
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -21,6 +22,7 @@ from typer.models import TyperPath
 from fcil.errors import NO_ROOM, UserError, empty_path, out_of_memory, quoted, unknown
 from fcil.knobs import Knob
 from fcil.methods import OWN
+from fcil.scenario.benchmarks import is_knob
 
 if TYPE_CHECKING:
     from fcil.plan import Plan
@@ -112,7 +114,7 @@ def plain_errors() -> Iterator[None]:
         _silence()
         sys.exit(1)
     except OSError as error:
-        complain(f"{error.filename or 'the output'}: {error.strerror or error}")
+        complain(refused(error))
         if error.filename is None:
             _silence()
         sys.exit(2)
@@ -126,8 +128,32 @@ def plain_errors() -> Iterator[None]:
             raise
         context = getattr(error, "ctx", None)
         path = context.command_path if context else "fcil"
-        complain(f"{error.format_message().rstrip('.')}. See: {path} --help".replace("?.", "?"))
+        said = _knob_as_option(error, context) or error.format_message().rstrip(".")
+        complain(f"{said}. See: {path} --help".replace("?.", "?"))
         sys.exit(2)
+
+
+def _knob_as_option(error: Any, context: Any) -> str:
+    """Say how a knob is changed that was typed as an option of its own; nothing where an error is another one."""
+    option = getattr(error, "option_name", "") if hasattr(error, "possibilities") else ""
+    name = option.lstrip("-").replace("-", "_")
+    if not is_knob(name) or context is None or all(param.name != "set_" for param in context.command.params):
+        return ""
+    words = " ".join(sys.argv[1:]).replace(f"{option}=", f"{option} ").split()
+    after = words[words.index(option) + 1 :] if option in words else []
+    value = after[0] if after and not after[0].startswith("--") else "VALUE"
+    return f"there is no option {option}; {name} is a knob, changed by --set {name}={value}"
+
+
+def refused(error: OSError) -> str:
+    """Say what the operating system would not do."""
+    return f"{error.filename or 'the output'}: {error.strerror or error}"
+
+
+def show_trace(error: Exception) -> None:
+    """Show on stderr where a run broke, from the user's own code on if it broke there."""
+    error.__traceback__ = from_own_code(error.__traceback__)
+    errors.print("".join(traceback.format_exception(error)), soft_wrap=True, end="")
 
 
 def from_own_code(trace: TracebackType | None) -> TracebackType | None:

@@ -14,6 +14,7 @@ import pytest
 
 from fcil.methods import METHODS, finetune
 from fcil.report import progress
+from fcil.scenario.benchmarks import benchmark
 from tests.typed import TINY, class_folders, done, ended, fingerprint, matrix, start, typed
 
 LONGER = "--set tasks=2 --set rounds=4 --set steps=2"
@@ -162,6 +163,28 @@ def test_ones_own_benchmark(tmp_path: Path) -> None:
     (tmp_path / "small.toml").write_text('base = "digits"\ntasks = 2\nclients = 4\nactive = 2\n')
     said = done(f"run finetune --benchmark {tmp_path}/small.toml --set rounds=1 --set steps=1 --out {tmp_path}/run")
     assert "finetune on small" in said.out and "4 clients, 2 of them" in said.out
+
+
+def test_a_benchmarks_paths_start_from_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "below" / "digits").mkdir(parents=True)
+    (tmp_path / "below" / "images").mkdir()
+    for name, text in {
+        "parent": 'base = "digits"\ntasks = 2\n',
+        "child": 'base = "parent.toml"\nclients = 4\nactive = 2\n',
+        "said": 'base = "parent.toml"\ndataset = "digits"\n',
+        "own": 'base = "parent.toml"\ndataset = "images"\n',
+        "heir": 'base = "../below/own.toml"\n',
+        "made-up": 'dataset = "synthetic-20x10"\n',
+    }.items():
+        (tmp_path / "below" / f"{name}.toml").write_text(text)
+    (tmp_path / "synthetic-20x10").mkdir()
+    monkeypatch.chdir(tmp_path)
+    child = benchmark("below/child.toml")
+    assert (child.name, child.dataset, child.tasks, child.clients) == ("child", "digits", 2, 4)
+    assert benchmark("below/said.toml").dataset == "digits"
+    for name in ("own", "heir"):
+        assert benchmark(f"below/{name}.toml").dataset == str(tmp_path.resolve() / "below" / "images")
+    assert benchmark("below/made-up.toml").dataset == "synthetic-20x10"
 
 
 def test_long_settings_have_a_folder_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Everything a user can get wrong: one sentence, an exit code, no traceback, and nothing damaged."""
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -12,7 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from fcil.methods import joint
+from fcil import cli, terminal
+from fcil.methods import finetune, joint
 from tests.typed import TINY, class_folders, done, fingerprint, typed
 
 
@@ -40,6 +42,11 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "gone.toml": 'dataset = "./gone"\n',
         "base.toml": 'base = "digitz"\n',
         "wrong-data.toml": 'dataset = "cifar10"\n',
+        "self.toml": 'base = "self.toml"\n',
+        "circle.toml": 'base = "./round.toml"\n',
+        "round.toml": 'base = "circle.toml"\n',
+        "timing.toml": 'base = "digits"\nrounds = 3\n',
+        "rate.toml": 'base = "digits"\nlr = 0.1\n',
         "syntax.py": "def f(:\n",
         "no_method.py": "x = 1\n",
         "other_method.py": "METHOD = 3\n",
@@ -78,6 +85,11 @@ WRONG = [
     ("run --bench digits", "--bench", "did you mean '--benchmark'", "fcil run --help"),
     ("run finetune extra", "extra", "fcil run --help"),
     ("run --seed", "--seed", "requires an argument"),
+    ("run --active", "--active", "requires an argument"),
+    ("run finetune --rounds 3", "no option --rounds", "--set rounds=3. See: fcil run --help"),
+    ("sweep --batch-size=8", "no option --batch-size", "--set batch_size=8. See: fcil sweep --help"),
+    ("run --lr --seed 3", "--set lr=VALUE"),
+    ("table done --rounds 3", "no such option", "--rounds"),
     # names
     ("run jont", "no method 'jont'", "did you mean 'joint'", "finetune, joint", "a .py file"),
     ("run HR", "no method 'HR'", "did you mean 'hr'"),
@@ -125,6 +137,11 @@ WRONG = [
     ("run --benchmark value.toml", "tasks=0 is not allowed", "at least 1"),
     ("run --benchmark type.toml", "tasks=['a'] is not allowed", "whole numbers"),
     ("run --benchmark no-data.toml", "no-data.toml names no dataset", 'dataset = "cifar100"'),
+    ("run --benchmark self.toml", "self.toml: self.toml is its own base", "base takes a known benchmark"),
+    ("benchmarks self.toml", "self.toml is its own base"),
+    ("sweep --benchmarks circle.toml", "circle.toml is its own base"),
+    ("run --benchmark timing.toml", "rounds is a knob of the protocol", "--set rounds=3"),
+    ("run --benchmark rate.toml", "lr is a knob of methods", "--set lr=0.1"),
     ("run --benchmark gone.toml", "gone does not exist", "a folder of class folders"),
     ("run --benchmark base.toml", "no benchmark 'digitz'", "did you mean 'digits'"),
     ("run --benchmark wrong-data.toml", "no dataset 'cifar10'", "did you mean 'cifar100'"),
@@ -311,13 +328,63 @@ def test_a_sweep_goes_on_after_a_run_that_fails(tmp_path: Path) -> None:
     assert "lr=0.1" in said.out  # the table of those that did
 
 
+def test_a_sweep_goes_on_after_a_bug_in_ones_own_method(tmp_path: Path) -> None:
+    text = Path(finetune.__file__).read_text()
+    line = "        self.state.seen = mask(task.seen, len(self.state.seen))\n"
+    assert line in text
+    (tmp_path / "bad.py").write_text(text.replace(line, "        raise KeyError('no luck')\n"))
+    said = typed(f"sweep --methods {tmp_path}/bad.py,lwf --seeds 0 {TINY} --workers 1 --out {tmp_path}/runs")
+    assert said.code == 2 and "KeyError: 'no luck'" in said.err and "bad.py" in said.err
+    assert "fcil/cli.py" not in said.err, "what leads to one's own code is left out"
+    assert said.err.endswith("fcil: 1 of 2 runs did not finish; the same command tries them again\n")
+    assert "lwf" in said.out.rpartition("test accuracy")[2] and len(list(tmp_path.rglob("result.json"))) == 1
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, BrokenPipeError])
+def test_a_sweep_can_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: type[BaseException]) -> None:
+    def stopped(*_: object) -> None:
+        raise stop
+
+    monkeypatch.setattr(cli, "_execute", stopped)
+    monkeypatch.setattr(terminal, "_silence", lambda: None)  # which is for a process that ends
+    said = typed(f"sweep --methods finetune,lwf --seeds 0 {TINY} --out {tmp_path}")
+    assert said.code and "run 1 of 2" in said.out and "run 2 of 2" not in said.out and "did not finish" not in said.err
+
+
+def test_a_sweep_leaves_out_what_a_folder_refuses(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(Path(finetune.__file__).read_text())
+    line = f"--seeds 0 {TINY} --workers 1 --out {tmp_path}/runs"
+    done(f"sweep --methods {mine} {line}")
+    mine.write_text(mine.read_text() + "# mended\n")
+    for before in (0, 2):
+        said = typed(f"sweep --methods finetune,{mine},joint {line}")
+        assert said.code == 2 and said.out.startswith(f"3 runs, {before} of them finished before\n")
+        clash, summary = said.err.splitlines()
+        assert "1 run left out: mine.py has changed since" in clash and "1 of 3 runs did not finish" in summary
+        assert "finetune" in said.out.rpartition("test accuracy")[2] and "joint" in said.out
+    said = typed(f"sweep --methods {mine} {line}")
+    assert said.err.startswith("fcil: mine.py has changed since") and said.err.count("\n") == 1 and said.out == ""
+    assert "none of 3 runs can begin, the first because" in typed(f"sweep --out {mine}").err
+
+
+@pytest.mark.parametrize("key", ["matrix", "per_class", "classes", "engine"])
+def test_a_damaged_result_is_named(material: Path, tmp_path: Path, key: str) -> None:
+    shutil.copytree(material / "done", tmp_path / "run")
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    (tmp_path / "run" / "result.json").write_text(json.dumps({**result, key: 3}))
+    for line in (f"run --resume {tmp_path}/run", f"table {tmp_path}/run"):
+        said = typed(line)
+        assert said.code == 2 and f"{key!r} is missing or of the wrong kind" in said.err and "Trace" not in said.err
+
+
 def test_unreadable_images_and_empty_clients_are_counted(tmp_path: Path) -> None:
     data = class_folders(tmp_path / "mine")
     for number in range(2):
         (data / "class0" / f"{number}.png").write_bytes(b"not a picture")
     asked = "--tasks 2 --clients 30 --active 2 --set network=small --set partition=dirichlet_class"
     said = done(f"run finetune --data {data} {asked} --set rounds=1 --set steps=1 --out {tmp_path}/run")
-    assert "note: 2 images are left out of mine, which could not be read" in said.out
+    assert "note: 2 images are left out of mine, which could not be read: class0/0.png, class0/1.png\n" in said.out
     assert "of 30 clients have no image in some task" in said.out
     assert "of 30 clients have no image in some task" in done(f"run --resume {tmp_path}/run").out
 

@@ -18,7 +18,7 @@ from fcil.deploy.plans import deployed
 from fcil.errors import UserError
 from fcil.model import export_onnx, read_image
 from fcil.plan import Plan, plan, repeating
-from fcil.records import read_tensors
+from fcil.records import read_tensors, write_tensors
 from fcil.results.runs import folders
 from fcil.scenario.datasets import load
 from tests.typed import TINY, class_folders, done, ended, start, typed
@@ -105,6 +105,18 @@ def test_a_model_that_came_out_different_is_not_written(
     with pytest.raises(Exception, match="differs from the original by 1 in a score"):
         export_onnx(run, tmp_path / "model.onnx")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_of_other_shapes_is_refused_in_a_sentence(run: Path, pictures: list[Path], tmp_path: Path) -> None:
+    stored = tmp_path / "stored"
+    shutil.copytree(run, stored)
+    tensors, facts = read_tensors(run / "model.safetensors")
+    halved = {name: tensor[: len(tensor) // 2] if tensor.ndim else tensor for name, tensor in tensors.items()}
+    write_tensors(stored / "model.safetensors", halved, facts)
+    for command in (f"predict {stored} {pictures[0]}", f"export {stored} --safetensors {tmp_path}/model.safetensors"):
+        said = typed(command)
+        assert said.code == 2 and not (tmp_path / "model.safetensors").exists()
+        assert f"{stored}/model.safetensors is not a model of joint: it has tensors of other names" in said.err
 
 
 @pytest.mark.parametrize("whose", ["a benchmark", "own images"])

@@ -333,6 +333,10 @@ def test_without_a_browser_one_sentence_says_so(tmp_path: Path, monkeypatch: pyt
     said = "drawn by a browser, Chrome or Chromium, and none could be started; .*apt-get install chromium"
     with pytest.raises(UserError, match=said):
         write_figures([tmp_path / "runs"], tmp_path / "out")
+    (tmp_path / "here").mkdir()
+    with pytest.raises(UserError, match=said):
+        write_figures([tmp_path / "runs"], tmp_path / "here")
+    assert not (tmp_path / "out").exists() and list((tmp_path / "here").iterdir()) == []
 
 
 def test_without_kaleido_one_sentence_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

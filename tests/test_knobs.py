@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fcil.errors import UserError
 from fcil.knobs import Knob, changed, knob, knobs
-from fcil.methods import METHODS, method
+from fcil.methods import METHODS, OVERRIDDEN, method
 from fcil.scenario.benchmarks import BENCHMARKS, PROTOCOLS, Benchmark, Protocol
 
 
@@ -130,9 +130,6 @@ def test_every_knob_has_a_meaning_and_a_default_that_passes(one: Knob) -> None:
 def test_every_named_benchmark_and_protocol_passes_its_own_check(settings: Benchmark | Protocol) -> None:
     values = {name: getattr(settings, name) for name in knobs(type(settings))}
     assert changed(settings, values) == settings
-
-
-OVERRIDDEN = {"momentum", "weight_decay", "new_share"}  # what a Fit may say in place of the protocol
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -1,5 +1,6 @@
 """Finding runs on disk."""
 
+import errno
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from fcil.errors import UserError
 from fcil.plan import Plan, plan
-from fcil.results.runs import find, read_result, unfinished
+from fcil.results.runs import find, read_audit, read_result, unfinished
 
 RESULT: dict[str, Any] = {
     "format": 1, "method": "hr", "benchmark": "digits", "protocol": "quick", "seed": 0, "final": 60.0, "average": 70.0,
@@ -104,6 +105,14 @@ def test_paths_without_runs(tmp_path: Path) -> None:
         (json.dumps({k: v for k, v in RESULT.items() if k != "protocol"}), "'protocol' is missing"),
         (json.dumps({**RESULT, "seconds": {}}), "'seconds' is missing"),
         (json.dumps({**RESULT, "settings": []}), "'settings' is missing or of the wrong kind"),
+        (json.dumps({**RESULT, "matrix": []}), "'matrix' is missing or of the wrong kind"),
+        (json.dumps({**RESULT, "matrix": [[60.0], [60.0]]}), "'matrix' is missing or of the wrong kind"),
+        (json.dumps({**RESULT, "matrix": [["high"]]}), "'matrix' is missing or of the wrong kind"),
+        (json.dumps({**RESULT, "overall": [None]}), "'overall' is missing or of the wrong kind"),
+        (json.dumps({**RESULT, "per_class": ["high"]}), "'per_class' is missing or of the wrong kind"),
+        (json.dumps({**RESULT, "classes": [0]}), "'classes' is missing or of the wrong kind"),
+        (json.dumps({**RESULT, "engine": None}), "'engine' is missing or of the wrong kind"),
+        (json.dumps({**RESULT, "measured": None}), "'measured' is missing or of the wrong kind"),
     ],
 )
 def test_a_result_that_cannot_be_used_is_named(tmp_path: Path, text: str, says: str) -> None:
@@ -113,6 +122,17 @@ def test_a_result_that_cannot_be_used_is_named(tmp_path: Path, text: str, says: 
     assert str(tmp_path / "result.json") in str(error.value)
     with pytest.raises(UserError, match=says):
         read_result(tmp_path)
+
+
+def test_what_may_not_be_read_is_not_to_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: Path) -> bytes:  # root may read everything, so chmod would test nothing here
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    for read, name in ((read_result, "result.json"), (read_audit, "audit.json")):
+        with pytest.raises(UserError) as error:
+            read(tmp_path)
+        assert str(error.value) == f"{tmp_path / name} cannot be read (Permission denied)"
 
 
 def test_a_run_from_before_a_knob_is_still_the_same_run() -> None:

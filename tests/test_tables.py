@@ -96,6 +96,16 @@ def test_runs_of_one_name_that_are_not_the_same_have_rows_of_their_own(tmp_path:
     assert [row.label for row in compare(runs[:2]).sections[0].rows] == ["hr"]
 
 
+def test_another_file_of_a_method_of_ones_own_is_another_method(tmp_path: Path) -> None:
+    runs = []
+    for seed, (folder, source) in enumerate([("a", "1234567890"), ("b", "1234567890"), ("a", "abcdefghij")]):
+        one = in_folder(tmp_path, seed, f"source = '{source}'\n[config]\nlr = 0.1")
+        runs.append(Run(one.folder, {**one.result, "method": f"/{folder}/mine.py"}))
+    rows = {row.label: row.seeds for row in compare(runs).sections[0].rows}
+    assert rows == {"mine.py (source=12345678)": (0, 1), "mine.py (source=abcdefgh)": (2,)}
+    assert [row.label for row in compare(runs[:2]).sections[0].rows] == ["mine.py"]
+
+
 def test_a_knob_that_came_later_is_told_of_the_runs_before_it_alone(tmp_path: Path) -> None:
     runs = [in_folder(tmp_path, seed, f"[config]\nlr = 0.1\n{knob}") for seed, knob in enumerate(["", "tied = 0"])]
     rows = {row.label: row.seeds for row in compare(runs).sections[0].rows}

@@ -15,10 +15,7 @@ from tests.audits import audits, finals, over, runs
 WIDE = {"4": "hr-literal,decoder_width=4", "16": "hr-literal", "64": "hr-literal,decoder_width=64"}
 CODES = {"3": "hr-literal,code_bits=4", "6": "hr-literal", "24": "hr-literal,code_bits=32"}
 STEPS = 100 * 5 * 10  # rounds, clients and steps of each in a run
-TIMED = (
-    "finetune", "joint", "icarl", "remind", "hr", "ssil", "remind-plus", "glfc", "geodl", "dde",
-    "hr-literal", "fedspace", "target", "mfcl", "fedftg", "ictrl",
-)  # fmt: skip
+TIMED = ("finetune", "joint", "icarl", "hr", "ssil", "glfc", "geodl", "dde", "hr-literal")
 TABLE_3 = {"hr": "hr,memory_share=0.75,rounds=17", "hr-literal": "hr-literal,memory_share=0.75,rounds=17"}
 
 

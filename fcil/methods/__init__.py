@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 OWN = "fcil_own_"  # how the module of a user's own file is called, before its name
+OVERRIDDEN = {"momentum", "weight_decay", "new_share"}  # what a Fit may say in place of the protocol
 
 
 class Entry(NamedTuple):
@@ -185,6 +186,7 @@ def _from_file(path: Path) -> "Method":
         raise UserError(f"{path} defines no METHOD; end it with METHOD = Method(Config, Server, Client, Memory)")
     own: Method = module.METHOD
     _check_parts(path, own)
+    _check_knobs(path, own.config())
     _check_records(path, own)
     return own
 
@@ -204,6 +206,29 @@ def _check_parts(path: Path, own: "Method") -> None:
     ):
         if missing := [name for name in needed if not callable(getattr(half, name, None))]:
             raise UserError(f"{path}: its {part} has no {missing[0]}; it needs {' and '.join(needed)}")
+
+
+def _check_knobs(path: Path, config: Any) -> None:
+    """Refuse a knob that no config.toml could give back, or that would take a setting of the frame away."""
+    from fcil.knobs import knobs
+    from fcil.scenario.benchmarks import Benchmark, Protocol
+
+    kinds = (bool, int, float, str)
+    try:
+        own = knobs(type(config))
+    except (NameError, TypeError, AttributeError, SyntaxError) as error:
+        raise UserError(f"{path}: its Config has no such type ({error}); a knob is bool, int, float or str") from None
+    taken = (knobs(Protocol).keys() | knobs(Benchmark).keys()) - OVERRIDDEN
+    for name, knob in own.items():
+        if knob.kind not in kinds:
+            kind = getattr(knob.kind, "__name__", "") if isinstance(knob.kind, type) else knob.kind
+            raise UserError(f"{path}: the knob {name} is of type {kind}; a knob is bool, int, float or str")
+        if name in taken:
+            raise UserError(f"{path}: the knob {name} is called like a setting of every run; give it another name")
+        try:
+            knob.check(getattr(config, name))
+        except UserError as error:
+            raise UserError(f"{path}: the default {error}") from None
 
 
 def _check_records(path: Path, own: "Method") -> None:

@@ -94,7 +94,7 @@ def compare(runs: Iterable[Run]) -> Comparison:
     for run in runs:
         section = groups.setdefault((run.result["benchmark"], run.result["protocol"]), {})
         beyond = {key: value for key, value in run.settings.items() if key != "protocol"}  # it names the section
-        section.setdefault((run.result["method"], json.dumps(beyond, sort_keys=True)), []).append(run)
+        section.setdefault((shown_name(run.result["method"]), json.dumps(beyond, sort_keys=True)), []).append(run)
     return Comparison(
         tuple(
             Section(
@@ -132,7 +132,8 @@ def decided(run: Run) -> dict[str, Any]:
     if not knobs:
         return {}
     world = {**asdict(Benchmark()), **asdict(Protocol()), **knobs.get("benchmark", {}), **knobs.get("protocol", {})}
-    return {**{key: world[key] for key in sorted(world.keys() - _NAMES)}, **knobs.get("config", {})}
+    own = {"source": run.source()} if run.source() else {}  # of a method of the user's own: another file is another
+    return {**{key: world[key] for key in sorted(world.keys() - _NAMES)}, **knobs.get("config", {}), **own}
 
 
 def _apart(alike: Sequence[Run]) -> list[tuple[list[Run], dict[str, Any]]]:

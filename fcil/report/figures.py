@@ -1,6 +1,7 @@
 """The charts of runs as files: PNG for a README or slides, PDF for a paper, drawn by the same functions as the page."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,6 @@ def write_figures(runs: Sequence[Path], out: Path) -> tuple[list[Path], list[str
     found, left_out = gather(runs)
     if not found:
         raise UserError(f"there is no run to draw: {'; '.join(left_out)}")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write to {out} ({error.strerror}); choose another --out") from None
     wanted: dict[Path, Any] = {}
     missing: list[str] = []
     for evidence in found:
@@ -31,10 +28,26 @@ def write_figures(runs: Sequence[Path], out: Path) -> tuple[list[Path], list[str
             figure.update_layout(title={"subtitle": {"text": _runs_of(evidence), "font": {"size": 12, "color": GREY}}})
             wanted[folder / name] = figure
     files = [path.with_suffix(f".{kind}") for path in wanted for kind in FORMATS]
-    for folder in {path.parent for path in wanted}:
-        folder.mkdir(exist_ok=True)
-    _render([figure for figure in wanted.values() for _ in FORMATS], files)
+    with _folders({path.parent for path in wanted}, out):
+        _render([figure for figure in wanted.values() for _ in FORMATS], files)
     return files, left_out, missing
+
+
+@contextmanager
+def _folders(needed: Iterable[Path], out: Path) -> Iterator[None]:
+    """Make folders to write to; where nothing comes to lie in them, they are gone again."""
+    made = {place for folder in needed for place in (folder, *folder.parents) if not place.exists()}
+    try:
+        for folder in needed:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {out} ({error.strerror}); choose another --out") from None
+    try:
+        yield
+    finally:
+        for folder in sorted(made, reverse=True):  # what lies in a folder goes before it
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def all_charts() -> tuple[Callable[[Evidence], Any], ...]:

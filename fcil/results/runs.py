@@ -34,13 +34,20 @@ class Run:
 
     def knobs(self) -> dict[str, dict[str, Any]]:
         """Return all that decided the run, set or not, as its config.toml has it; nothing where that cannot be read."""
-        try:
-            found = tomllib.loads((self.folder / "config.toml").read_text())
-        except (OSError, ValueError):
-            return {}
+        found = self._config()
         return {
             table: found[table] for table in ("benchmark", "protocol", "config") if isinstance(found.get(table), dict)
         }
+
+    def source(self) -> str:
+        """Return the beginning of the digest of the user's own method file that was run; nothing for a known method."""
+        return str(self._config().get("source", ""))[:8]
+
+    def _config(self) -> dict[str, Any]:
+        try:
+            return tomllib.loads((self.folder / "config.toml").read_text())
+        except (OSError, ValueError):
+            return {}
 
 
 def find(paths: Iterable[Path], left_out: list[str] | None = None) -> list[Run]:
@@ -97,7 +104,9 @@ def read_result(folder: Path) -> dict[str, Any]:
         result = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"there is no {path}") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
         raise UserError(
             f"{path} is not readable ({error}); remove it, and `fcil run --resume {quoted(folder)}` makes it again"
         ) from None
@@ -117,7 +126,9 @@ def read_audit(folder: Path) -> dict[str, Any]:
         audit = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not readable ({error}); `fcil audit {quoted(folder)}` makes it again") from None
     rows = audit.get("membership") if isinstance(audit, dict) else None
     if not isinstance(rows, list) or not all(map(_is_attack, rows)):
@@ -139,11 +150,30 @@ def _wrong_key(result: dict[str, Any]) -> str | None:
     sound = {
         **{key: isinstance(result.get(key), str) for key in _TEXTS},
         **{key: _is_number(result.get(key)) for key in _NUMBERS},
-        "matrix": isinstance(result.get("matrix"), list),
+        "matrix": _is_matrix(result.get("matrix")),
+        "overall": _are_numbers(result.get("overall", [])),
+        **{key: _are_numbers(result.get(key, []), or_none=True) for key in ("per_class", "per_client")},
+        "classes": isinstance(names := result.get("classes", []), list) and all(isinstance(n, str) for n in names),
+        "engine": isinstance(result.get("engine", ""), str),
+        "old": result.get("old") is None or _is_number(result["old"]),
+        **{key: isinstance(result.get(key, {}), dict) for key in ("measured", "refused", "privacy")},
         "seconds": isinstance(seconds, dict) and _is_number(seconds.get("total")),
         "settings": isinstance(result.get("settings", {}), dict),
     }
     return next((key for key, good in sound.items() if not good), None)
+
+
+def _is_matrix(value: object) -> bool:
+    """Tell whether these are accuracies on tasks 0..t, for each t."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(_are_numbers(row) and len(row) == t + 1 for t, row in enumerate(value))
+    )
+
+
+def _are_numbers(value: object, or_none: bool = False) -> bool:
+    return isinstance(value, list) and all(_is_number(one) or (or_none and one is None) for one in value)
 
 
 def _is_number(value: object) -> bool:

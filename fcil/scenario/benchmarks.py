@@ -5,6 +5,7 @@ says how long and how clients train. Both are the same for every method. This fi
 no start-up.
 """
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from fcil.errors import UserError, unknown
-from fcil.knobs import changed, knob
+from fcil.knobs import changed, knob, knobs
 
 PARTITIONS = ("lda_equal", "dirichlet_class", "class_subset", "powerlaw_dirichlet", "dirichlet_balanced")
+SYNTHETIC = r"synthetic(-\d+x\d+)?"  # a dataset that is made up
 
 
 @dataclass(frozen=True)
@@ -203,12 +205,12 @@ ABOUT = {
 }
 
 
-def benchmark(name: str) -> Benchmark:
-    """Return a benchmark by its name, or from a user's TOML file."""
+def benchmark(name: str, within: tuple[Path, ...] = ()) -> Benchmark:
+    """Return a benchmark by its name, or from a user's TOML file, looked for beside the last of those it is base of."""
     if name in BENCHMARKS:
         return BENCHMARKS[name]
     if name.endswith(".toml"):
-        return from_toml(Path(name))
+        return from_toml(within[-1].parent / name if within else Path(name), within)
     raise unknown("benchmark", name, [*BENCHMARKS, "a .toml file"])
 
 
@@ -219,22 +221,43 @@ def protocol(name: str) -> Protocol:
     return PROTOCOLS[name]
 
 
-def from_toml(path: Path) -> Benchmark:
-    """Read a benchmark of the user's own; `base = "cifar100-10x10"` starts from a known one."""
+def is_knob(name: str) -> bool:
+    """Tell whether --set changes what is called so, whatever the method."""
+    return name == "lr" or name in (knobs(Benchmark).keys() | knobs(Protocol).keys()) - {"name", "protocol"}
+
+
+def from_toml(path: Path, within: tuple[Path, ...] = ()) -> Benchmark:
+    """Read a benchmark of the user's own; `base = "cifar100-10x10"` starts from a known one, or from another file.
+
+    `within` has the files that this one is the base of. Paths in a file start from its folder.
+    """
     try:
         values: Mapping[str, Any] = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise UserError(f"there is no benchmark file {path}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{path} is not a readable TOML file ({error})") from None
+    if path.resolve() in map(Path.resolve, within):
+        raise UserError(f"{path} is its own base; base takes a known benchmark or another .toml file")
     base = values.get("base")
     try:
-        start = Benchmark(name=path.stem) if base is None else benchmark(str(base))
+        start = Benchmark(name=path.stem) if base is None else benchmark(str(base), (*within, path))
+        _check_homes(values)
         made = changed(start, {"name": path.stem, **{k: v for k, v in values.items() if k != "base"}})
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     if not made.dataset:
         raise UserError(f'{path} names no dataset; add a line such as dataset = "cifar100"')
-    if "/" in made.dataset or (path.parent / made.dataset).exists():
+    known = {b.dataset for b in BENCHMARKS.values()}
+    own = "dataset" in values and made.dataset not in known and not re.fullmatch(SYNTHETIC, made.dataset)
+    if own and ("/" in made.dataset or (path.parent / made.dataset).exists()):
         made = changed(made, {"dataset": str((path.parent / made.dataset).resolve())})
     return made
+
+
+def _check_homes(values: Mapping[str, Any]) -> None:
+    """Refuse in a benchmark's file what is a knob of the protocol or of methods."""
+    for name, value in values.items():
+        if is_knob(name) and name not in knobs(Benchmark):
+            whose = "methods" if name == "lr" else "the protocol"
+            raise UserError(f"{name} is a knob of {whose}, not of a benchmark; change it by --set {name}={value}")

@@ -46,6 +46,7 @@ class Dataset:
     licence: str
     skipped: int  # images that could not be read
     digest: str = ""  # of the user's own images and labels, by which it is known that they have changed
+    unread: tuple[str, ...] = ()  # the first of the images that could not be read
 
 
 def load(name: str, image_size: int = 0) -> Dataset:
@@ -84,7 +85,7 @@ def _from_source(name: str, licence: str, source: Source, image_size: int) -> Da
     n = data.train
     return Dataset(
         name, data.images[:n], data.labels[:n], data.images[n:], data.labels[n:], names, licence, data.skipped,
-        data.digest() if licence == OWN else "",
+        data.digest() if licence == OWN else "", data.unread,
     )  # fmt: skip
 
 

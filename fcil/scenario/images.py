@@ -23,6 +23,7 @@ from fcil.scenario.sources import EITHER, TEST, TRAIN, Contents, Source
 FORMAT = 1  # of the kept file and of what decoding yields
 OWN_SIZE, DEFAULT_SIZE = 96, 64
 WINDOW = 1024  # images in flight, so that memory stays low
+MOST_NAMED = 3  # images that could not be read
 LARGE = 16_384  # bytes from which decoding an image in a thread pays
 
 Bytes = NDArray[np.uint8]
@@ -39,6 +40,7 @@ class Decoded:
     names: tuple[str, ...]
     skipped: int  # images that could not be read
     known: str = ""  # the digest, where it was kept
+    unread: tuple[str, ...] = ()  # the first of those that could not be read
 
     def digest(self) -> str:
         """Return what changes when an image, a label or a class does."""
@@ -110,9 +112,18 @@ def _decode_into(file: IO[bytes], scratch: IO[bytes], source: Source, image_size
         "train": str(len(train)),
         "names": json.dumps(contents.names),
         "skipped": str(len(contents.labels) - len(usable)),
+        "unread": json.dumps(_unread(source, len(contents.labels), usable)),
         "digest": _digest(contents.names, len(train), labels, images, order),
     }
     _write(file, images, order, labels[order], about)
+
+
+def _unread(source: Source, count: int, usable: Indices) -> list[str]:
+    """Return what the first images are called that cannot be used."""
+    gone = np.setdiff1d(np.arange(count), usable)[:MOST_NAMED].tolist()
+    if any(file.suffix == ".parquet" for file in source.files):
+        return [f"row {i}" for i in gone]
+    return [str(source.files[i].relative_to(source.where)) for i in gone]
 
 
 def _decode_all(contents: Contents, scratch: IO[bytes], size: int) -> tuple[Indices, list[bytes], int]:
@@ -219,6 +230,8 @@ def _open(file: Path) -> Decoded | None:
         names, train = tuple(json.loads(about["names"])), int(about["train"])
         fits = about["format"] == str(FORMAT) and images.shape[1] == 3 and len(images) == len(labels) > train > 0
         fits = fits and int(labels.min()) >= 0 and int(labels.max()) < len(names)
-        return Decoded(images, labels, train, names, int(about["skipped"]), about.get("digest", "")) if fits else None
+        unread = tuple(map(str, json.loads(about.get("unread", "[]"))))
+        known = about.get("digest", "")
+        return Decoded(images, labels, train, names, int(about["skipped"]), known, unread) if fits else None
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, IndexError, AttributeError):
         return None

@@ -208,7 +208,10 @@ class Scenario:
             found.append(f"{unused} of {len(data.class_names)} classes of {data.name} are in no task")
         if data.skipped:
             images = "1 image is" if data.skipped == 1 else f"{data.skipped} images are"
-            found.append(f"{images} left out of {data.name}, which could not be read")
+            named = ", ".join(data.unread) + (", ..." if data.skipped > len(data.unread) else "")
+            found.append(
+                f"{images} left out of {data.name}, which could not be read{f': {named}' if data.unread else ''}"
+            )
         if data.name != asked and data.name.startswith(f"{asked}-"):
             found.append(f"{data.name} stands in for {asked}: {len(data.class_names)} classes, in another order")
         return found
