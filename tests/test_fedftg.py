@@ -652,3 +652,11 @@ def test_the_client_has_no_network_but_its_own() -> None:
     parts = assemble(tiny_plan("fedftg", **FEW), "cpu")
     client: Client = parts.engine.client  # type: ignore[assignment]
     assert list(client.networks()) == ["net"] and set(vars(parts.server.broadcast())) == {"weights", "seen"}
+
+
+def test_a_client_that_says_it_has_images_and_counts_none_breaks_no_round() -> None:
+    parts = assemble(tiny_plan("fedftg"), "cpu", workers=1)
+    server: Any = parts.server
+    for task in parts.scenario.tasks:
+        known = server.known(task, torch.zeros(len(server.state.seen)))
+        assert tuple(known.nonzero()[:, 0].tolist()) == task.new

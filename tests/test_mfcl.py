@@ -20,7 +20,7 @@ from fcil.methods.mfcl import Client, Config, Given, Model, Server, generator_fo
 from fcil.parts import Parts, assemble
 from fcil.seeds import seed_of
 from tests import test_reference as plain
-from tests.conftest import QUICK, TINY, tiny_plan
+from tests.conftest import QUICK, tiny_plan
 from tests.test_every_method import accuracies
 from tests.test_reference import BATCH, CLIP, ROUNDS, STEPS, Numbers
 
@@ -133,27 +133,6 @@ def test_the_first_task_is_plain_cross_entropy_of_its_classes() -> None:
     client, batch = alone(), batch_of()
     expected = F.cross_entropy(client.net.train()(batch.images)[:, 2:4], batch.labels - 2)
     assert loss_of(client, first=True).item() == pytest.approx(expected.item())
-
-
-def test_a_client_that_is_behind_learns_the_classes_of_its_own_task_among_themselves() -> None:
-    benchmark, caught = replace(TINY, lag=1, active=4), []
-    parts = assemble(tiny_plan("mfcl", benchmark, **{**SMALL, "rounds": 1, "steps": 1}), "cpu", workers=1)
-    do = parts.engine.fit
-
-    def fit(wanted: Fit, *rest: Any) -> Any:
-        caught.append((parts.door.task.index, wanted))
-        return do(wanted, *rest)
-
-    parts.engine.fit = fit  # type: ignore[method-assign]
-    list(learn(parts.scenario, parts.server, parts.door, parts.engine))
-    behind = 0
-    for task, wanted in caught:
-        if len(wanted.pool):
-            own = int(wanted.pool.labels.max()) // 2
-            assert wanted.given.new.nonzero()[:, 0].tolist() == [2 * own, 2 * own + 1]
-            assert wanted.given.old.nonzero()[:, 0].tolist() == list(range(2 * task))
-            behind += own < task
-    assert behind
 
 
 # -- the generator ----------------------------------------------------------------------------------------------------

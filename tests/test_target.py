@@ -20,6 +20,7 @@ from fcil.federation.loop import learn
 from fcil.method import Batch, Fit
 from fcil.methods.target import Client, Config, Given, Model, Server, soft_cross_entropy
 from fcil.parts import Parts, assemble
+from tests import test_mfcl
 from tests import test_reference as plain
 from tests.conftest import QUICK, TINY, tiny_plan
 from tests.test_every_method import accuracies
@@ -99,27 +100,6 @@ def test_new_classes_learn_among_themselves_and_old_ones_are_distilled_on_made_i
     assert value.item() == pytest.approx((new + 25 * kept).item(), rel=1e-5)
     assert loss_of(client, first=True)[0].item() == pytest.approx(new.item(), rel=1e-5)
     assert loss_of(alone(distill=0.0))[0].item() == pytest.approx(new.item(), rel=1e-5)
-
-
-def test_a_client_that_is_behind_learns_the_classes_of_its_own_task_among_themselves() -> None:
-    benchmark, caught = replace(TINY, lag=1, active=4), []
-    parts = assemble(tiny_plan("target", benchmark, **{**SMALL, "rounds": 1, "steps": 1}), "cpu", workers=1)
-    do = parts.engine.fit
-
-    def fit(wanted: Fit, *rest: Any) -> Any:
-        caught.append((parts.door.task.index, wanted))
-        return do(wanted, *rest)
-
-    parts.engine.fit = fit  # type: ignore[method-assign]
-    list(learn(parts.scenario, parts.server, parts.door, parts.engine))
-    behind = 0
-    for task, wanted in caught:
-        if len(wanted.pool):
-            own = int(wanted.pool.labels.max()) // 2
-            assert wanted.given.new.nonzero()[:, 0].tolist() == [2 * own, 2 * own + 1]
-            assert wanted.given.old.nonzero()[:, 0].tolist() == list(range(2 * task))
-            behind += own < task
-    assert behind
 
 
 # -- how images are made ----------------------------------------------------------------------------------------------
@@ -434,3 +414,27 @@ def test_with_one_client_target_is_the_centralised_algorithm(meta: str) -> None:
     assert plain.gap(ours, w) < 1e-9
     assert plain.gap(ours, given.weights) > 1e-2, "nothing was learned, so nothing was compared"
     assert not torch.equal(ours_made[0], ours_made[1]) and made.double().std() > 10
+
+
+@pytest.mark.parametrize(("method", "small"), [("mfcl", test_mfcl.SMALL), ("target", SMALL)])
+def test_a_client_that_is_behind_learns_the_classes_of_its_own_task_among_themselves(
+    method: str, small: dict[str, Any]
+) -> None:
+    benchmark, caught = replace(TINY, lag=1, active=4), []
+    parts = assemble(tiny_plan(method, benchmark, **{**small, "rounds": 1, "steps": 1}), "cpu", workers=1)
+    do = parts.engine.fit
+
+    def fit(wanted: Fit, *rest: Any) -> Any:
+        caught.append((parts.door.task.index, wanted))
+        return do(wanted, *rest)
+
+    parts.engine.fit = fit  # type: ignore[method-assign]
+    list(learn(parts.scenario, parts.server, parts.door, parts.engine))
+    behind = 0
+    for task, wanted in caught:
+        if len(wanted.pool):
+            own = int(wanted.pool.labels.max()) // 2
+            assert wanted.given.new.nonzero()[:, 0].tolist() == [2 * own, 2 * own + 1]
+            assert wanted.given.old.nonzero()[:, 0].tolist() == list(range(2 * task))
+            behind += own < task
+    assert behind

@@ -142,7 +142,7 @@ class Server:
         if not self.config.old_teacher:
             return self.state.seen
         groups = [mask(group, len(counts)) for group in task.groups]
-        return next(group for group in reversed(groups) if counts[group].any()) | (counts > 0)
+        return next((group for group in reversed(groups) if counts[group].any()), groups[-1]) | (counts > 0)
 
     def tune(self, weights: list[Weights], knows: Tensor, counts: Tensor, round: int, seed: int) -> None:
         """Let generator and averaged model learn in turn, from clients with these weights, classes and counts."""
